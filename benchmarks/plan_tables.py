@@ -1,150 +1,126 @@
 """How long plans of tables take, how far above the bound they are, and TorchRec's planner on the same tables.
 
-Tables have lognormal sizes and lookups, as production tables do; `kaggle` are the 26 of Criteo's Kaggle data. Time is
-CPU time of the process. TorchRec's plan is judged by the cost model of `shardwise.plan`, which is exact in bytes:
-`milliseconds` are those of the embedding part of a step.
+Tables have lognormal sizes and lookups, as production tables do; `kaggle` are the 26 of Criteo's Kaggle data, `mlperf`
+those of MLPerf's DLRM-DCNv2. Times of planners are CPU times. TorchRec's planner gets the speeds of the same machine.
+Both plans are judged by both cost models: that of `shardwise.plan`, which is exact in bytes, and TorchRec's.
 
-    python benchmarks/plan_tables.py [--sizes 40x1x8,100x2x8,500x8x8,1000x16x8] [--quick]    tables x hosts x GPUs
+    python benchmarks/plan_tables.py [--sizes kaggle,mlperf,40x1x8,100x2x8] [--quick]    tables x hosts x GPUs
+    python benchmarks/plan_tables.py --measure [--ranks 4] [--costs FILE] [--quick]    both plans, on gloo ranks
 """
 
 import argparse
 import importlib.util
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import process_time
+from typing import Any
 
-import numpy as np
-from engine_cells import KAGGLE
 from measure import machine, print_table
+from plan_cells import Tables, kaggle, lognormal, mlperf
 
-from shardwise import Boxes, OnRanks, Placement, Replicate
-from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, RowWiseAdagrad
+from shardwise import Placement
+from shardwise.embedding import EmbeddingBagCollection, RowWiseAdagrad
 from shardwise.plan import BatchShape, TablePlan, Topology, plan_tables
+from shardwise.plan.table_options import SHARDINGS
 
-BAGS = 2048
-OPTIMIZER = RowWiseAdagrad(lr=0.1)
-
-
-def tables(count: int) -> list[EmbeddingBagConfig]:
-    g = np.random.default_rng(0)
-    rows, columns = np.exp(g.normal(14, 2.5, count)).clip(10, 2e8), g.choice([16, 32, 64, 128], count)
-    return [
-        EmbeddingBagConfig(int(n), int(width), f"t{i}", feature_names=[f"f{i}"])
-        for i, (n, width) in enumerate(zip(rows, columns, strict=True))
-    ]
+ROUNDS = 9
 
 
-def kaggle() -> list[EmbeddingBagConfig]:
-    return [EmbeddingBagConfig(rows, 128, f"t{i}", feature_names=[f"f{i}"]) for i, rows in enumerate(KAGGLE)]
-
-
-def ids_of(configs: Sequence[EmbeddingBagConfig]) -> dict[str, float]:
-    g = np.random.default_rng(1)
-    return {config.feature_names[0]: float(np.exp(g.normal(1.5, 1.2)).clip(1, 100)) for config in configs}
-
-
-def by_torchrec(
-    configs: Sequence[EmbeddingBagConfig], ids: Mapping[str, float], topology: Topology
-) -> dict[str, Placement]:
-    """The plan of TorchRec's planner with its defaults, as boxes of each table."""
-    import torch
-    import torchrec
-
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner
-    from torchrec.distributed.planner import Topology as TheirTopology
-    from torchrec.distributed.planner.types import ParameterConstraints
-
-    theirs = torchrec.EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            torchrec.EmbeddingBagConfig(
-                num_embeddings=c.num_embeddings, embedding_dim=c.embedding_dim, name=c.name,
-                feature_names=list(c.feature_names),
-            )
-            for c in configs
-        ],
+def plan_of(tables: Tables, topology: Topology, **arguments: Any) -> TablePlan:
+    return plan_tables(
+        EmbeddingBagCollection(tables.configs, device="meta"), topology, BatchShape(tables.bags, tables.ids),
+        optimizer=RowWiseAdagrad(lr=0.1), **arguments,
     )  # fmt: skip
-    constraints = {
-        c.name: ParameterConstraints(
-            pooling_factors=[ids[c.feature_names[0]]], compute_kernels=[EmbeddingComputeKernel.FUSED.value]
-        )
-        for c in configs
-    }
-    planner = EmbeddingShardingPlanner(
-        topology=TheirTopology(
-            world_size=topology.ranks, local_world_size=topology.ranks_per_host, compute_device="cuda",
-            hbm_cap=topology.memory,
-        ),
-        batch_size=BAGS,
-        constraints=constraints,
-    )  # fmt: skip
-    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})
-    found = planner.plan(torch.nn.ModuleDict({"ebc": theirs}), [sharder]).plan["ebc"]
-    placements: dict[str, Placement] = {}
-    for config in configs:
-        of_table = found[config.name]
-        if of_table.sharding_spec is None:
-            placements[config.name] = Replicate()
-            continue
-        boxes: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(topology.ranks)]
-        for shard in of_table.sharding_spec.shards:
-            if min(shard.shard_sizes):
-                boxes[shard.placement.rank()].append((shard.shard_offsets, shard.shard_sizes))
-        held = [rank for rank, of_rank in enumerate(boxes) if of_rank]
-        full = len(held) == 1 and len(boxes[held[0]]) == 1
-        placements[config.name] = OnRanks(held[0]) if full else Boxes(boxes)
-    return placements
 
 
-def row(name: str, configs: Sequence[EmbeddingBagConfig], topology: Topology, with_torchrec: bool) -> list[object]:
-    ids = ids_of(configs)
-    collection = EmbeddingBagCollection(configs, device="meta")
+def judged(tables: Tables, topology: Topology, plan: Mapping[str, Placement]) -> float:
+    """Milliseconds of a step by our cost model; a plan is not refused for memory that our own would leave."""
+    return plan_of(tables, topology, pinned=plan, head_room=0.0).milliseconds
 
-    def plan(pinned: Mapping[str, Placement] | None = None) -> TablePlan:
-        head_room = 0.15 if pinned is None else 0.0  # TorchRec's own reserve; its plan is not refused for memory
-        return plan_tables(
-            collection, topology, BatchShape(BAGS, ids), optimizer=OPTIMIZER, pinned=pinned, head_room=head_room
-        )  # fmt: skip
 
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     begun = process_time()
-    ours = plan()
+    return function(), process_time() - begun
+
+
+def row(name: str, tables: Tables, topology: Topology, with_torchrec: bool) -> list[object]:
+    ours, seconds = timed(lambda: plan_of(tables, topology, head_room=0.15))  # TorchRec's own reserve
+    found: list[object] = [name, f"{seconds:.1f}", f"{100 * ours.gap:.1f} %", f"{ours.milliseconds:.3g}"]
+    return found + (beside(tables, topology, ours) if with_torchrec else [])
+
+
+def beside(tables: Tables, topology: Topology, ours: TablePlan) -> list[object]:
+    """TorchRec's plan, and what both cost models say of both plans."""
+    from plan_torchrec import Planner, placements, shards_of, without_equivalent
+
+    planner = Planner(tables, topology)
+    comparable, unknown = ours, list[str]()
+    while more := without_equivalent(comparable):  # another plan, in which these tables have another sharding
+        unknown += more
+        others = tuple(one for one in SHARDINGS if one != "row")
+        allowed = {c.name: others if c.name in unknown else SHARDINGS for c in tables.configs}
+        comparable = plan_of(tables, topology, head_room=0.15, allowed=allowed)
+    mine = f"{planner.milliseconds(shards_of(comparable, tables)):.3g}"
+    begun = process_time()
+    try:
+        theirs = planner.shards(planner.plan())
+    except Exception as error:  # noqa: BLE001 - whatever it raises is its answer
+        return [f"{process_time() - begun:.1f}", type(error).__name__, mine, "-", len(unknown)]
     seconds = process_time() - begun
-    found: list[object] = [name, f"{seconds:.1f}", f"{100 * ours.gap:.1f} %", f"{ours.milliseconds:.2f}"]
-    if with_torchrec:
-        begun = process_time()
-        try:
-            placements = by_torchrec(configs, ids, topology)
-            seconds = process_time() - begun
-            found += [f"{seconds:.1f}", f"{plan(placements).milliseconds:.2f}"]
-        except Exception as error:  # noqa: BLE001 - whatever it raises is its answer
-            found += [f"{process_time() - begun:.1f}", type(error).__name__]
-    return found
+    by_us, by_them = judged(tables, topology, placements(theirs, topology.ranks)), planner.milliseconds(theirs)
+    return [f"{seconds:.1f}", f"{by_us:.3g}", mine, f"{by_them:.3g}", len(unknown)]
+
+
+def measured(tables: Tables, topology: Topology, rounds: int) -> list[list[object]]:
+    """Steps of both plans in our engine, and of TorchRec's in its own."""
+    from plan_measured import measure
+    from plan_torchrec import Planner, placements
+
+    planner = Planner(tables, topology)
+    chosen = planner.plan()
+    theirs = placements(planner.shards(chosen), topology.ranks)
+    ours = plan_of(tables, topology)
+    plans = {"ours": dict(ours), "TorchRec's": theirs}
+    found = measure(tables, plans, {"TorchRec's, in its engine": chosen}, topology.ranks, rounds)
+    planned = {"ours": ours.milliseconds, "TorchRec's": judged(tables, topology, theirs)}
+    return [
+        [f"{tables.name}, {name}", f"{planned[name]:.1f}" if name in planned else "-", f"{wall:.1f}", f"{cpu:.1f}"]
+        for name, (wall, cpu) in found.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="40x1x8,100x2x8,500x8x8,1000x16x8,1000x512x8")
+    parser.add_argument("--sizes", default="kaggle,mlperf,40x1x8,100x2x8,500x8x8,1000x16x8,1000x512x8")
+    parser.add_argument("--measure", action="store_true", help="steps of both plans on gloo ranks")
+    parser.add_argument("--ranks", type=int, default=4, help="of --measure")
+    parser.add_argument("--costs", help="with --measure: a file of `shardwise doctor --calibrate`")
     parser.add_argument("--quick", action="store_true", help="one small size, to show that it runs")
     chosen = parser.parse_args()
     with_torchrec = importlib.util.find_spec("torchrec") is not None
     print(machine())
-    rows = []
-    if not chosen.quick:
-        rows.append(row("kaggle x 8", kaggle(), Topology.preset("H100"), with_torchrec))
-    for size in ["20x1x4"] if chosen.quick else chosen.sizes.split(","):
-        count, hosts, per_host = map(int, size.split("x"))
-        topology = Topology.preset("H100", hosts=hosts, ranks_per_host=per_host)
-        rows.append(row(f"{count} x {topology.ranks}", tables(count), topology, with_torchrec))
-    columns = ["tables x ranks", "CPU s", "above bound, at most", "ms a step"]
-    print_table("Plans", columns + (["TorchRec CPU s", "its ms a step"] if with_torchrec else []), rows)
     if not with_torchrec:
-        print(
-            "\nTorchRec is not installed here: no plan of it beside these. docs/performance.md says how to install it."
-        )
+        print("\nTorchRec is not installed here; docs/performance.md says how to install it.")
+    if chosen.measure and with_torchrec:
+        every = [kaggle(64, 512, 200_000), mlperf(64, 512, 200_000), lognormal(40, 512, 40_000)]
+        every = [lognormal(20, 64, 1000)] if chosen.quick else every
+        topology = Topology.preset("cpu", ranks_per_host=chosen.ranks)
+        topology = topology.with_costs_of(chosen.costs) if chosen.costs else topology
+        rows = [line for tables in every for line in measured(tables, topology, 3 if chosen.quick else ROUNDS)]
+        columns = ["plan", "planned ms", "measured ms", "CPU ms of the busiest rank"]
+        print_table(f"Steps of {chosen.ranks} ranks, medians", columns, rows)
+        return
+    rows = []
+    for size in ["20x1x4"] if chosen.quick else chosen.sizes.split(","):
+        if size in ("kaggle", "mlperf"):
+            topology = Topology.preset("H100")
+            tables = kaggle() if size == "kaggle" else mlperf()
+        else:
+            count, hosts, per_host = map(int, size.split("x"))
+            tables, topology = lognormal(count), Topology.preset("H100", hosts=hosts, ranks_per_host=per_host)
+        rows.append(row(f"{tables.name} x {topology.ranks}", tables, topology, with_torchrec))
+    columns = ["tables x ranks", "CPU s", "above bound, at most", "ms a step"]
+    theirs = ["TorchRec CPU s", "its ms a step", "by its model: ours", "its", "not in TorchRec"]
+    print_table("Plans", columns + (theirs if with_torchrec else []), rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from shardwise import errors
 from shardwise._cli import calibration, doctor
 from shardwise._cli.common import parse_bytes
 from shardwise._cli.completion import every_parser
-from shardwise._collectives.cost_tables import read_costs
+from shardwise._collectives.cost_tables import SPEEDS, read_costs, read_speeds
 from shardwise.errors import ConfigError, RankFailedError
 from shardwise.testing import world
 
@@ -170,6 +170,9 @@ def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(tmp_path: Pat
     assert "inside a host, reduce_scatter" in out
     assert f"Written to {tmp_path / 'costs.json'}" in out
     assert read_costs(tmp_path / "costs.json")[0] == "cpu"
+    speeds = read_speeds(tmp_path / "costs.json")
+    assert set(speeds) == set(SPEEDS)
+    assert speeds["alone"] >= 1
 
 
 def test_doctor_cannot_measure_with_one_rank(tmp_path: Path) -> None:

@@ -208,10 +208,10 @@ def _constant_written(x: Tensor) -> Tensor:
     return x * (x + table).sum().item()
 
 
-def _in_backward(x: Tensor) -> Tensor:
-    y = x * 1
-    y.register_hook(lambda g: g * g.sum().item())
-    return y.sum()
+def _tolist_twice(x: Tensor) -> Tensor:
+    y = x * (1 + float(x.tolist()[0]))
+    x.add_(1)
+    return y * float(x.tolist()[0])
 
 
 OUTSIDE = torch.tensor([2.0, 1.0, 3.0])
@@ -220,6 +220,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a random number": lambda x: x * (x + torch.rand(3)).sum().item(),
     "what was written in place": _written,
     "an argument that was written": _argument_written,
+    "an argument that was written after it was read": _tolist_twice,
     "with a constant that was written": _constant_written,
     "numpy": lambda x: x * float(x.detach().numpy()[0]),
     "numpy of a tensor from outside": lambda x: x * float(OUTSIDE.numpy()[0]),
@@ -234,14 +235,28 @@ def test_values_that_no_guard_can_compute_are_refused(name: str) -> None:
         sw.capture(REFUSED[name])(torch.ones(3))
 
 
-def test_values_read_in_backward_are_refused() -> None:
-    out = sw.capture(_in_backward)(torch.ones(3, requires_grad=True))
-    with pytest.raises(CaptureError, match=r"a replay cannot repeat item\(\)"):
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist], ids=lambda f: f.__name__)
+def test_values_read_in_backward_are_refused(read: Callable[[Tensor], float]) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 1
+        y.register_hook(lambda g: g * read(g.sum()))
+        return y.sum()
+
+    out = sw.capture(function)(torch.ones(3, requires_grad=True))
+    with pytest.raises(CaptureError, match=rf"a replay cannot repeat {read.__name__}\(\)"):
         out.backward()
 
 
+@pytest.mark.parametrize(
+    ("read", "function"),
+    [
+        ("item", lambda x: x * x.sum().item()),
+        ("tolist", lambda x: torch.nonzero(x, as_tuple=True)),  # reads the sizes of shards
+    ],
+    ids=["item", "nonzero"],
+)
 @world(2)
-def test_values_that_collectives_compute_are_refused() -> None:
+def test_values_that_collectives_compute_are_refused(read: str, function: Callable[[Tensor], Any]) -> None:
     x = sw.distribute_tensor(torch.ones(4), sw.Mesh((2,)), [sw.Shard(0)])
-    with pytest.raises(CaptureError, match=r"a replay cannot repeat item\(\)"):
-        sw.capture(lambda x: x * x.sum().item())(x)
+    with pytest.raises(CaptureError, match=rf"a replay cannot repeat {read}\(\)"):
+        sw.capture(function)(x)

@@ -26,8 +26,11 @@ from shardwise.embedding import (
     shard_embeddings,
 )
 from shardwise.embedding.configs import PoolingType
+from shardwise.embedding.kernels import Kernels
 from shardwise.errors import ArgumentError, ConfigError, PlanError, TooLargeError
 from shardwise.plan import BatchShape, TablePlan, Topology, plan_tables
+from shardwise.plan.table_costs import speeds
+from shardwise.simulation.memory import Memory, Roles
 from shardwise.testing import world
 
 RANKS = 4
@@ -129,6 +132,53 @@ def test_memory_of_tables_and_states_is_that_of_the_collection(optimizer: Any) -
     real = np.array(world(RANKS).run(held))
     assert (planned.memory >= real).all()
     assert planned.memory.max() <= 1.05 * real.max()
+
+
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), None], ids=str)
+def test_memory_at_the_peak_of_a_step_is_that_of_a_run(optimizer: Any) -> None:
+    """On one rank, whose tensors are counted: tables, states or gradients, messages, and results."""
+    tables = [EmbeddingBagConfig(rows, columns, f"t{i}", feature_names=[f"f{i}"])
+              for i, (rows, columns) in enumerate([(20_000, 16), (9_000, 32), (7_000, 64)])]  # fmt: skip
+    features = batch(list(tables), 0, bags=512)
+    planned = plan_tables(tables, cpu(ranks=1), BatchShape.of(features), optimizer=optimizer)
+
+    def held() -> int:
+        sharded = shard_embeddings(EmbeddingBagCollection(tables), planned, planned.mesh, optimizer, kernels=Kernels())
+        with Memory(allocate=True) as memory:
+            out: Any = sharded(features)
+            out.values().backward(torch.ones_like(out.values()))
+        return sum(Roles(memory).at_peak(0).values())
+
+    (real,) = world(1).run(held)
+    assert planned.memory[0] == pytest.approx(real, rel=0.05)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_request_of_more_owners_add_up_more_sums() -> None:
+    table = [EmbeddingBagConfig(4000, 16, "t", feature_names=["f"])]
+    of = {}
+    for owners, where in ((1, OnRanks(2)), (2, Shard(0, (2000, 2000, 0, 0))), (4, Shard(0))):
+        planned = plan_tables(table, cpu(), BatchShape(64, 50.0), optimizer=SGD(lr=0.1), pinned={"t": where})
+        of[owners] = planned.phases["requests"]
+    assert all((times == times[0]).all() for times in of.values())
+    assert of[1][0] < of[2][0] < of[4][0]
+    # Each owner more gets as many ids less, so all that is added is sums: received, and their gradients sent.
+    assert of[4][0] - of[2][0] == pytest.approx(2 * (of[2][0] - of[1][0]), rel=0.05)
+
+
+def test_where_ranks_share_cores_a_rank_alone_is_faster() -> None:
+    """Two ranks' cores for four: what one rank does takes half as long per row, what all do as long as before."""
+    table = [EmbeddingBagConfig(4000, 16, "t", feature_names=["f"])]
+    shared = replace(cpu(), alone=2.0)
+
+    def milliseconds(topology: Topology, where: Any) -> float:
+        planned = plan_tables(table, topology, BatchShape(64, 50.0), optimizer=SGD(lr=0.1), pinned={"t": where})
+        return planned.milliseconds - 1e3 * speeds(topology)[2]
+
+    assert milliseconds(shared, Shard(0)) == pytest.approx(milliseconds(cpu(), Shard(0)))
+    assert milliseconds(shared, OnRanks(1)) < 0.7 * milliseconds(cpu(), OnRanks(1))
 
 
 # ---- constraints -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from shardwise._collectives.cost_tables import (
     COLLECTIVES,
     GLOO,
     NCCL,
+    SPEEDS,
     VARIABLE,
     Cost,
     Costs,
@@ -26,6 +27,7 @@ from shardwise._collectives.cost_tables import (
     costs_of,
     ranks_per_host_of,
     read_costs,
+    read_speeds,
 )
 from shardwise._layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from shardwise._redistribute.plan import alternatives, plan_redistribute
@@ -125,6 +127,7 @@ def test_ranks_per_host_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatc
 
 
 INSIDE = {name: Measured(50.0, 1.5, 1000.0 + i) for i, name in enumerate(COLLECTIVES)}
+FAST = {name: 1e9 * (i + 1) for i, name in enumerate(SPEEDS)}
 BETWEEN = {name: Measured(200.0, 5.0, 100.0) for name in COLLECTIVES}
 
 
@@ -139,6 +142,9 @@ def test_what_was_measured_is_read_again(tmp_path: Path) -> None:
     assert costs_of("cuda", str(tmp_path / "costs.json"), None) is NCCL
     write_costs(tmp_path / "one.json", "cpu", "a machine", INSIDE, None)
     assert read_costs(tmp_path / "one.json")[1].between == read_costs(tmp_path / "one.json")[1].inside
+    assert read_speeds(tmp_path / "one.json") == {}
+    write_costs(tmp_path / "all.json", "cpu", "a machine", INSIDE, None, speeds=FAST)
+    assert read_speeds(tmp_path / "all.json") == FAST
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -163,6 +169,15 @@ def test_a_file_that_is_wrong_is_refused_by_its_key(
     path.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=f"costs.json, .* {VARIABLE} names: {text}.*Fix: "):
         read_costs(path)
+
+
+@pytest.mark.parametrize("speeds", [[1.0], {"speed": 1.0}, {"flops": 0}, {"flops": True}, {"alone": "2"}], ids=str)
+def test_speeds_that_no_machine_has_are_refused(tmp_path: Path, speeds: object) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, "cpu", "a machine", INSIDE, None)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "speeds": speeds}))
+    with pytest.raises(ConfigError, match=r"names: speeds.* got .*Fix: "):
+        read_speeds(path)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"format": NaN}'])

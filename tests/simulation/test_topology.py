@@ -50,6 +50,11 @@ def test_measured_costs_replace_the_links(tmp_path: Path) -> None:
     measured = Topology.preset("cpu", hosts=2).with_costs_of(tmp_path / "costs.json")
     assert measured.costs.seconds("all_gather", (0, 1), (0, 1), 5e8) == pytest.approx(1 + 10e-6)
     assert measured.costs.ranks_per_host == 4
+    assert measured.lookup_bandwidth == Topology.preset("cpu").lookup_bandwidth
+    speeds = {"flops": 2e12, "lookup_bandwidth": 3e9, "update_bandwidth": 4e9, "alone": 2.5}
+    write_costs(tmp_path / "speeds.json", "cpu", "here", table, None, speeds=speeds)
+    faster = Topology.preset("cpu").with_costs_of(tmp_path / "speeds.json")
+    assert {name: getattr(faster, name) for name in speeds} == speeds
     with pytest.raises(ConfigError, match="was measured on cpu, and the topology has cuda"):
         Topology.preset("A100").with_costs_of(tmp_path / "costs.json")
 
@@ -65,6 +70,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "infinite": (lambda: Link(float("inf"), 0.0), "Link: bytes_per_second is inf, expected a finite number above 0"),
     "no hosts": (lambda: topology(hosts=0), "Topology: hosts is 0, expected a finite number above 0"),
     "no memory": (lambda: topology(memory=-1), "Topology: memory is -1, expected a finite number above 0"),
+    "no updates": (lambda: topology(update_bandwidth=0.0), "Topology: update_bandwidth is 0.0, expected a finite "),
     "no lookups": (lambda: topology(lookup_bandwidth=0.0), "Topology: lookup_bandwidth is 0.0, expected "),
     "unknown": (lambda: Topology.preset("H10"), "There is no preset 'H10'. Did you mean 'H100'? Fix: one of A100, "),
 }  # fmt: skip

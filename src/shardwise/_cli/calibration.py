@@ -1,4 +1,4 @@
-"""Measures what collectives cost here, for `shardwise doctor --calibrate`."""
+"""Measures what collectives cost here, for `shardwise doctor --calibrate`, and writes a file of costs and speeds."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from shardwise import _collectives as collectives
+from shardwise._cli.measured_speeds import measure_speeds
 from shardwise._collectives import Collective, Ranks, cost_tables
 from shardwise._collectives.cost_tables import Measured
 from shardwise._collectives.meshes import has_nccl
@@ -127,29 +128,43 @@ def fit(timings: Sequence[Timing]) -> Measured:
     return Measured(latency, per_rank, 1 / max(per_byte, 1 / FASTEST))
 
 
-def write_costs(path: Path, device_type: str, source: str, *tables: Mapping[str, Measured] | None) -> None:
-    """Write what was measured inside a host and between hosts."""
+def write_costs(
+    path: Path,
+    device_type: str,
+    source: str,
+    *tables: Mapping[str, Measured] | None,
+    speeds: Mapping[str, float] | None = None,
+) -> None:
+    """Write what was measured inside a host and between hosts, and the speeds of ranks."""
     content: dict[str, object] = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
     for where, found in zip(("inside", "between"), tables, strict=True):
         rounded = {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in (found or {}).items()}
         content[where] = rounded or None
+    if speeds is not None:
+        content["speeds"] = {name: float(f"{x:.4g}") for name, x in speeds.items()}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def calibrate(output: Path) -> str:
-    """Measure what collectives cost in this world. Rank 0 writes the file, and gets a table. Runs on ranks."""
+    """Measure what collectives cost in this world, and how fast ranks are. Rank 0 writes the file, and gets a table.
+
+    Runs on ranks.
+    """
     device_type = "cuda" if collectives.world_size() > 1 and has_nccl() else "cpu"
-    tables = measure(device_type)
+    tables, speeds = measure(device_type), measure_speeds(device_type)
     if collectives.rank() != 0:
         return ""
     ranks, per_host = collectives.world_size(), cost_tables.ranks_per_host_of(collectives.world_size())
     hosts = count_text(ranks // per_host if per_host else 1, "host")
     source = f"torch {torch.__version__}, {ranks} ranks on {hosts}, {datetime.now(UTC).date()}"
-    write_costs(output, device_type, source, *tables)
+    write_costs(output, device_type, source, *tables, speeds=speeds)
     cost_tables.read_costs(output)
     rows = [("", "latency", "each rank", "speed")]
     for where, table in zip(("inside a host", "between hosts"), tables, strict=True):
         for name, (latency, per_rank, speed) in (table or {}).items():
             rows.append((f"{where}, {name}", f"{latency:.0f} us", f"{per_rank:.0f} us", f"{speed:.0f} MB/s"))
+    rates = [
+        (name.replace("_", " "), f"{x:.1f}" if name == "alone" else f"{x / 1e9:.1f} G/s") for name, x in speeds.items()
+    ]
     written = f"Written to {output}. To plan by it: {cost_tables.VARIABLE}={output}"
-    return "\n".join([f"{source}, {device_type}", table_text(rows, "lrrr"), written])
+    return "\n".join([f"{source}, {device_type}", table_text(rows, "lrrr"), "", table_text(rates, "lr"), written])

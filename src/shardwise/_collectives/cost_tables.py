@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError
 
 VARIABLE = "SHARDWISE_COSTS"
 FORMAT = "shardwise costs 1"
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast")
-
+SPEEDS = ("flops", "memory_bandwidth", "lookup_bandwidth", "message_bandwidth", "update_bandwidth", "alone")
 
 SAME_COSTS = f"set {VARIABLE} to the same file on all hosts, and start as many ranks on each."
 
@@ -186,6 +186,31 @@ def read_costs(path: Path) -> tuple[str, Costs]:
     Raises:
         ConfigError: it cannot be read, or is no such file; the text names the key.
     """
+    content = _read(path)
+    measured = _table(path, content, "inside")
+    between = _table(path, content, "between") if content.get("between") is not None else measured
+    speed = measured["all_to_all"].megabytes_per_s  # bytes in a microsecond
+    source = f"{path}: {content['source']}"
+    inside, outside = _in_bytes(measured, speed), _in_bytes(between, speed)
+    return content["device_type"], Costs(source, inside, outside, bytes_per_second=speed * 1e6)
+
+
+def read_speeds(path: Path) -> dict[str, Any]:
+    """The speeds of ranks in a file, which are arguments of `Topology`; none in a file of costs alone.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file; the text names the key.
+    """
+    found = _read(path).get("speeds", {})
+    if not isinstance(found, dict) or set(found) - set(SPEEDS):
+        raise _refused(path, f"speeds has {', '.join(SPEEDS)}, got {found!r}")
+    for name, x in found.items():
+        if type(x) not in (int, float) or not 0 < x < 1e18:
+            raise _refused(path, f"speeds.{name} is a number above 0, got {x!r}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -195,12 +220,7 @@ def read_costs(path: Path) -> tuple[str, Costs]:
     for key in ("device_type", "source"):
         if not isinstance(content.get(key), str):
             raise _refused(path, f"{key} is a text, got {content.get(key)!r}")
-    measured = _table(path, content, "inside")
-    between = _table(path, content, "between") if content.get("between") is not None else measured
-    speed = measured["all_to_all"].megabytes_per_s  # bytes in a microsecond
-    source = f"{path}: {content['source']}"
-    inside, outside = _in_bytes(measured, speed), _in_bytes(between, speed)
-    return content["device_type"], Costs(source, inside, outside, bytes_per_second=speed * 1e6)
+    return content
 
 
 def _in_bytes(table: Mapping[str, Measured], speed: float) -> dict[str, Cost]:

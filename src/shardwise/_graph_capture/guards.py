@@ -255,6 +255,8 @@ class Guards:
             return
         if event == "return" and isinstance(called, ModuleType):  # as importlib.import_module does
             self._visit(called, called.__name__)
+        if event == "c_call" and isinstance(read := getattr(called, "__self__", None), Tensor):
+            tracer.check_method(str(getattr(called, "__name__", "")), read)
         in_library = _is_of_library(frame)
         if event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
             if not in_library:

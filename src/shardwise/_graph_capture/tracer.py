@@ -169,6 +169,7 @@ class Tracer:
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self._written: set[int] = set()  # storages that were overwritten
         self._unrepeatable: set[fx.Node] = set()  # what cannot be computed before everything else of a replay
+        self._compared: set[fx.Node] = set()  # whose values replays compare
         self._varying: set[fx.Node] = set()  # inputs whose first size differs from replay to replay
         self.paused = False
 
@@ -369,6 +370,12 @@ class Tracer:
         if not self.paused and name not in SAME_FOR_ALL_SIZES:
             self._guard_sizes([x], name)
 
+    def check_method(self, name: str, x: Tensor) -> None:
+        """Guard values that a C++ method is about to read. Modes miss some: hooks of backward, ops inside of ops."""
+        if name in VALUE_READS:
+            with DisableTorchFunction():
+                self.check_value_read(name, x)
+
     def check_value_read(self, name: str, x: object) -> None:
         """Guard the values that Python is about to read; raise if no guard can."""
         if self.paused or not isinstance(x, Tensor):
@@ -384,8 +391,10 @@ class Tracer:
             or not self._is_repeatable(x)
         ):
             self.refuse(f"{what}, which shows values to Python")
-        with tracing_paused(), DisableTorchFunction():
-            self._guard_value(node, x, False, what)
+        if node not in self._compared:
+            self._compared.add(node)
+            with tracing_paused(), DisableTorchFunction():
+                self._guard_value(node, x, False, what)
 
     def not_capturable(self, what: str) -> None:
         if not self.paused:

@@ -18,20 +18,19 @@ WIDTH = 1000  # units that the longest bar is drawn at
 
 STYLE = """
 :root{color-scheme:light dark;--text:#212121;--dim:#5f6368;--page:#fff;--line:#0002;--heat:63 81 181}
-@media(prefers-color-scheme:dark){:root{--text:#dfe0e8;--dim:#a3a6b8;--page:#1e2029;--line:#fff2;--heat:118 137 255}}
+@media(prefers-color-scheme:dark){:root{--text:#dfe0e8;--dim:#a3a6b8;--page:#1e2029;--line:#fff2;--heat:100 118 235}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);font:15px/1.5 system-ui,Helvetica,Arial,sans-serif}
 header{background:#3f51b5;color:#fff}
-h1,main{max-width:75rem;margin:auto;padding:1rem;overflow-wrap:anywhere}
-h1{font-size:1.5rem;line-height:1.3}
+header>div,main{max-width:75rem;margin:auto;padding:1rem;overflow-wrap:anywhere}
+h1{font-size:1.5rem;line-height:1.3;margin:0 0 .75rem}
 h2{font-size:1.2rem;margin:2rem 0 .25rem}
 p{margin:.25rem 0 .75rem;max-width:48rem}
-p,dt,caption,.heat th{color:var(--dim)}
-dl,ul{display:flex;flex-wrap:wrap;gap:.75rem;margin:0;padding:0;list-style:none}
-dl>div{border:1px solid var(--line);border-radius:.3rem;padding:.5rem .9rem}
-dd{margin:0;font-size:1.25rem}
-dt,ul,table,.bars{font-size:.85rem;font-variant-numeric:tabular-nums}
-ul{gap:.1rem 1.25rem;margin-bottom:.75rem}
+main p,caption,.heat th{color:var(--dim)}
+header p{margin:.25rem 0;max-width:none}
+h1+p{font-size:1.2rem}
+ul,table,.bars{font-size:.85rem;font-variant-numeric:tabular-nums}
+ul{display:flex;flex-wrap:wrap;gap:.1rem 1.25rem;margin:0 0 .75rem;padding:0;list-style:none}
 ul svg{width:.8rem;height:.8rem;margin-right:.4rem}
 rect{stroke:var(--page);vector-effect:non-scaling-stroke;fill:#9e9e9e}
 .bars{display:grid;grid-template-columns:auto 1fr auto;grid-auto-flow:dense;gap:.3rem .75rem;align-items:center}
@@ -90,16 +89,16 @@ class Column(NamedTuple):
                 yield f'<td class="n" data-value="{number}">{safe(shown)}</td>'
 
 
-def page(title: str, facts: Iterable[tuple[str, str]], sections: Iterable[tuple[str, str, str]]) -> str:
-    """The text of an HTML file: facts with their names, and sections of a heading, a paragraph and HTML."""
-    head = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(value)}</dd></div>" for name, value in facts)
-    body = "".join(f"<h2>{safe(heading)}</h2><p>{safe(note)}</p>{html}\n" for heading, note, html in sections)
+def page(title: str, heading: Iterable[str], sections: Iterable[tuple[str, str, str]]) -> str:
+    """The text of an HTML file: a title and lines below it, and sections of a heading, a paragraph and HTML."""
+    lines = "".join(f"<p>{safe(line)}</p>" for line in heading)
+    body = "".join(f"<h2>{safe(name)}</h2><p>{safe(note)}</p>{html}\n" for name, note, html in sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';"
         f"script-src 'unsafe-inline'\"><title>{safe(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><header><h1>{safe(title)}</h1></header><main><dl>{head}</dl>\n{body}</main>"
+        f"<body><header><div><h1>{safe(title)}</h1>{lines}</div></header><main>\n{body}</main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 

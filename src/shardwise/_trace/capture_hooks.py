@@ -32,6 +32,10 @@ class Tracer(Protocol):
         """Run `function` untraced, and add the call, and later its backward, to the graph."""
         ...
 
+    def check_method(self, name: str, x: "Tensor") -> None:
+        """Guard the values of `x` if its method of C++ with this name reads them; raise if no guard can."""
+        ...
+
     def not_capturable(self, what: str) -> None:
         """Raise unless paused: `what` cannot be replayed."""
         ...

@@ -126,6 +126,8 @@ def _rows(chosen: Meta, w1: Meta, w2: Meta, tokens: Meta, weights: Meta) -> list
 def _on_locals(ctx: LocalContext, chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
     _check(chosen, w1, w2, tokens, weights)
     ids, table = ctx.layouts[:2]
+    if not has_values(chosen):  # as in a simulation, where tokens choose all experts equally often
+        chosen = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape) % table.shape[0]
     axes = tuple(
         axis
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))

@@ -7,7 +7,8 @@ Two ranks of one host, tables a and b. An option has blocks, each of which needs
     b   "row"      one block that spans all ranks
 
 What a block needs on each of its ranks is a row of numbers: bytes of memory, then an amount of each phase of a step,
-such as bytes received. A phase ends when its slowest rank ends, so a step takes the sum of the largest times.
+such as bytes received. An option may need as much again on every rank, wherever its blocks are. A phase ends when its
+slowest rank ends, so a step takes the sum of the largest times.
 """
 
 from collections.abc import Sequence
@@ -32,22 +33,23 @@ class Option:
         label: what it is called.
         span: the ranks of each block: 1, those of a host, or all.
         cost: [blocks, span or 1, 1 + phases]: memory and amounts on each rank of a block; 1: equal on all.
+        everywhere: [1 + phases]: what every rank needs besides, such as to request rows.
     """
 
     label: str
     span: int
     cost: Floats
+    everywhere: Floats | float = 0.0
 
-    @cached_property
-    def total(self) -> Floats:
-        """The sum over all its ranks, [1 + phases]."""
-        found: Floats = self.cost.sum((0, 1)) * (self.span // self.cost.shape[1])
+    def total(self, ranks: int) -> Floats:
+        """The sum over all ranks, [1 + phases]."""
+        found: Floats = self.cost.sum((0, 1)) * (self.span // self.cost.shape[1]) + ranks * self.everywhere
         return found
 
     @cached_property
     def largest(self) -> Floats:
         """On any of its ranks, [1 + phases]."""
-        found: Floats = self.cost.max((0, 1))
+        found: Floats = self.cost.max((0, 1)) + self.everywhere
         return found
 
     @cached_property
@@ -113,7 +115,7 @@ class Problem:
     @cached_property
     def total(self) -> Floats:
         """Of all options in one list, [options, 1 + phases]."""
-        return np.array([option.total for of_table in self.options for option in of_table])
+        return np.array([option.total(self.ranks.count) for of_table in self.options for option in of_table])
 
     @cached_property
     def largest(self) -> Floats:
@@ -125,9 +127,11 @@ class Problem:
     @cached_property
     def fastest(self) -> Floats:
         """The shortest time of each phase that an option allows, whatever else there is, [options, phases]."""
-        every = [option for of_table in self.options for option in of_table]
+        ranks, every = self.ranks, [option for of_table in self.options for option in of_table]
         blocks = np.array([
-            option.largest_block if option.span <= self.ranks.per_host else option.total / self.ranks.hosts
+            option.largest_block + ranks.per_host * option.everywhere
+            if option.span <= ranks.per_host
+            else option.total(ranks.count) / ranks.hosts
             for option in every
         ])  # fmt: skip
         found: Floats = np.maximum(self.largest, blocks[:, 1:] * self.ranks.between)
@@ -135,8 +139,12 @@ class Problem:
 
     @cached_property
     def least(self) -> Floats:
-        """What every rank of an option needs at least in each phase, in seconds, [options, phases]."""
-        every = [option.cost.min((0, 1)) for of_table in self.options for option in of_table]
+        """What every rank needs at least in each phase, in seconds, [options, phases]."""
+        every = [
+            option.everywhere + option.cost.min((0, 1)) * (option.span == self.ranks.count)
+            for of_table in self.options
+            for option in of_table
+        ]
         found: Floats = np.array(every)[:, 1:] * self.ranks.inside
         return found
 
@@ -173,6 +181,7 @@ def assignment_of(problem: Problem, choice: Sequence[int], places: Sequence[Sequ
     loads = np.zeros((problem.ranks.count, len(problem.ranks.inside) + 1))
     for of_table, chosen, where in zip(problem.options, choice, places, strict=True):
         option = of_table[chosen]
+        loads += option.everywhere
         for cost, place in zip(option.cost, where, strict=True):
             loads[place * option.span : (place + 1) * option.span] += cost
     return Assignment(tuple(choice), tuple(map(tuple, places)), loads, problem.ranks.times(loads))

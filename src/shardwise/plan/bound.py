@@ -60,18 +60,16 @@ def lower_bound(problem: Problem) -> Bound | None:
         return None
     average = np.maximum(ranks.inside / ranks.count, ranks.between / ranks.hosts)
     at_least = average * np.minimum.reduceat(total, problem.starts[:-1])[:, 1:].sum(0)
-    everywhere = np.array([option.span == ranks.count for of_table in problem.options for option in of_table])
-    base = np.where(everywhere[:, None], problem.least, 0.0)  # what a block comes on top of
     # The columns: the shares of all options, what each phase takes, and what is on all ranks.
     blank, one = sparse.csr_array((phases, phases)), sparse.eye_array(phases)
     rows = [
         sparse.hstack([sparse.csr_array((total[:, 1:] * average).T), -one, blank]),
-        sparse.hstack([sparse.csr_array(base.T), blank, -one]),
+        sparse.hstack([sparse.csr_array(problem.least.T), blank, -one]),
         sparse.hstack([sparse.csr_array(total[:, MEMORY][None]), sparse.csr_array((1, 2 * phases))]),
     ]
     # Times in units of `scale`, and memory in that of all ranks: the solver has absolute tolerances.
     scale = max(float(at_least.sum()), 1e-30)
-    blocks = [(problem.largest - base, True), *([(problem.fastest, False)] if ranks.between.any() else [])]
+    blocks = [(problem.largest - problem.least, True), *([(problem.fastest, False)] if ranks.between.any() else [])]
     for phase in range(phases):
         for seconds, on_top in blocks:
             rows.append(_largest_blocks(problem, of_option, seconds, phase, at_least[phase], on_top))
@@ -160,8 +158,7 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
             equal[number, members[0]] = members
             variables += [(number, members[0], place) for place in range(ranks.count // option.span)]
     first, at_time = len(every), len(every) + len(variables)
-    width = at_time + phases
-    scale = max(float(problem.fastest.max()), 1e-30)
+    width, scale = at_time + phases, max(float(problem.fastest.max()), 1e-30)
     rows, low, high = [], [], []
 
     def limit(row: Floats, at_least: float, at_most: float) -> None:
@@ -170,6 +167,7 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
         high.append(at_most)
 
     loads = np.zeros((ranks.count, 1 + phases, width))
+    loads[:, :, :first] = np.array([np.zeros(1 + phases) + option.everywhere for _, option in every]).T
     placed = {key: np.zeros(width) for key in equal}
     used: dict[tuple[int, int], Floats] = {}
     for column, (number, block, place) in enumerate(variables, first):

@@ -94,6 +94,11 @@ def is_view(node: Node) -> bool:
 Dim = tuple[Value, int]
 
 
+def _have_units(a: int, b: int, of_operands: bool) -> bool:
+    """Whether dims of two lengths have units in common: heads and keys do, tokens and five experts do not."""
+    return a == b or (of_operands and not max(a, b) % max(min(a, b), 1))
+
+
 class Units:
     """Into how many equal units each dim may be divided, such as the heads of a projection.
 
@@ -125,7 +130,7 @@ class Units:
                 size, is_operand = shape[placement.dim], position < len(node.operands)
                 unit = choice.alignment if is_operand and size % choice.alignment == 0 else 1
                 dim = self._shared(value), placement.dim % len(shape)
-                if found and (choice.maps or is_operand or size == self._length(found[0][0])):
+                if found and (choice.maps or _have_units(size, self._length(found[0][0]), is_operand)):
                     self._join(found[0][0], dim)
                 found.append((dim, size // unit))
         return found

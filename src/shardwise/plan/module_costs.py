@@ -17,7 +17,7 @@ from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.plan.module_choices import Choice, Units, all_choices, is_view
+from shardwise.plan.module_choices import Choice, Units, all_choices, is_view, replicated
 from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
 from shardwise.simulation.clock import RankClock
 from shardwise.simulation.topology import Topology
@@ -35,7 +35,7 @@ class ModuleCosts:
 
     def __init__(self, graph: ModuleGraph, shape: tuple[int, int], topology: Topology) -> None:
         self.graph, self.shape = graph, shape
-        self.choices = all_choices(graph)
+        self.choices = all_choices(graph) if shape[1] > 1 else [[replicated(node)] for node in graph.nodes]
         self.units = Units(graph, self.choices)
         self.topology = topology
         self.mesh = Mesh(shape[1:])
@@ -57,6 +57,10 @@ class ModuleCosts:
         layout = self.layout(value, placement)
         return prod(layout.local_shape(self.mesh.ranks[0])) * self.graph.result(value).dtype.itemsize
 
+    def _trains(self, value: Value) -> bool:
+        """Whether a gradient passes a value; none passes the indices of a topk."""
+        return self.graph.nodes[value.node].trains and self.graph.result(value).dtype.is_floating_point
+
     # ---- time -------------------------------------------------------------------------------------------------
 
     def redistribution(self, value: Value, src: Placement, dst: Placement, is_result: bool = False) -> float:
@@ -66,7 +70,7 @@ class ModuleCosts:
         """
         if src == dst:
             return 0.0
-        trains = self.graph.nodes[value.node].trains and not is_result
+        trains = self._trains(value) and not is_result
         dtype = self.graph.result(value).dtype
         try:
             a, b = self.layout(value, src), self.layout(value, dst)
@@ -93,7 +97,7 @@ class ModuleCosts:
         dtypes = tuple([self.graph.result(x).dtype for x in node.operands])
         try:
             layouts = [self.layout(x, p) for x, p in zip(node.operands, choice.inputs, strict=True)]
-            trains = tuple([self.graph.nodes[x.node].trains for x in node.operands])
+            trains = tuple(map(self._trains, node.operands))
             key = node.func, repr((node.args, node.kwargs)), tuple(layouts), dtypes, trains
             if key not in self._ops:
                 results = [self.layout(Value(number, i), p) for i, p in enumerate(choice.outputs)]
@@ -109,7 +113,9 @@ class ModuleCosts:
         operands = []
         for value, layout, dtype in zip(node.operands, layouts, dtypes, strict=True):
             x = torch.zeros(layout.local_shape(self.mesh.ranks[0]), dtype=dtype)
-            operands.append(tag(x.requires_grad_(self.graph.nodes[value.node].trains), layout))
+            if self.graph.nodes[value.node].of_parameters:
+                x = torch.zeros(x.shape).to(dtype)  # without values, such as the indices of a topk
+            operands.append(tag(x.requires_grad_(self._trains(value)), layout))
         call = SlottedCall(node.func, node.args, node.kwargs, list(zip(layouts, dtypes, strict=True)))
         self.clock.restart()
         out = call.of(node.func, operands)

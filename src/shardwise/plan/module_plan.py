@@ -12,6 +12,7 @@ from shardwise._layout import Mesh, checked
 from shardwise._layout.parse import parse_mesh, read_toml
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
+from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.fit import fits_text
@@ -74,7 +75,11 @@ class ModulePlan(Report):
 
         Raises:
             PlanError: the module has other parts than the one that was planned.
+            MismatchError: modules or plans of ranks differ; on all ranks.
         """
+        named = module_sharding.named_parameters(module)
+        facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
+        module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
         tensor, data = self._axes()
         if self.styles:
             parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
@@ -139,13 +144,7 @@ class ModulePlan(Report):
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """Tables of the plan, of its reasons, and of shapes of the mesh."""
-        lines = [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
-        if self.step is not None:
-            peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
-            lines = [
-                fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
-                f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
-            ]
+        lines = self._heading()
         if self.styles:
             styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
             lines += ["", table_text([("path", "plan"), *styles], "ll", width)]
@@ -159,6 +158,15 @@ class ModulePlan(Report):
             lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
 
+    def _heading(self) -> list[str]:
+        if self.step is None:
+            return [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
+        peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
+        return [
+            fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
+            f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
+        ]
+
     def _units_text(self) -> str:
         units = ", ".join(unit or "the module" for unit in globs(self.units))
         return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
@@ -169,9 +177,11 @@ class ModulePlan(Report):
         Raises:
             PlanError: a plan that `plan_module` did not make.
         """
+        if self.step is None:
+            raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         units = self._units_text() if self.units else ""
-        return module_page(self.mesh, self.memory, self.gap, self.step, styles, units, self.reasons, self.tried)
+        return module_page(self._heading(), self.mesh, self.step, styles, units, self.reasons, self.tried)
 
 
 def _names(reason: Reason) -> str:

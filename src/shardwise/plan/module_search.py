@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwise._layout import Placement
 from shardwise.errors import PlanError
 from shardwise.plan.module_costs import ModuleCosts
-from shardwise.plan.module_problem import ModuleProblem, module_problem
+from shardwise.plan.module_problem import REFUSED, ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
 from shardwise.plan.module_trace import OP, PARAMETER, Value, trace_module
 from shardwise.simulation.topology import Topology
@@ -168,12 +168,13 @@ class Search:
         kept: Found | None = None
         for _ in range(ROUNDS):
             solution = problem.solve(price)
-            size = problem.bytes(solution)
-            self.least_bytes = min(self.least_bytes, size)
+            size, seconds = problem.bytes(solution), problem.seconds.cost(solution.choices)
             bound = max(bound, solution.bound - (price * memory if price else 0.0))
-            if size <= memory:
-                seconds = problem.seconds.cost(solution.choices)
-                if kept is None or seconds <= kept.seconds:
+            possible = seconds < REFUSED
+            if possible:
+                self.least_bytes = min(self.least_bytes, size)
+            if size <= memory or not possible:  # so dear are bytes that choices which no plan has seem cheaper
+                if possible and (kept is None or seconds <= kept.seconds):
                     kept = Found(problem, costs, solution, reshard, seconds, size, bound, price)
                 high = price
                 if not price:

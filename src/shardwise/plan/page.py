@@ -7,7 +7,6 @@ import numpy as np
 from shardwise._layout import Mesh
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
 from shardwise._pictures.page import COLOURS, Column, Text, bars, heat_map, page, shown_ranks, sortable
-from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Floats, Problem, assignment_of
 from shardwise.plan.module_price import StepPrice
 from shardwise.plan.module_search import Reason, Tried
@@ -25,15 +24,6 @@ Section = tuple[str, str, str]
 _more_ms: Text = "{:+.3f} ms".format
 
 
-def _facts(fullest: float, memory: float, ranks: str, seconds: float, gap: float) -> list[tuple[str, str]]:
-    return [
-        ("It fits", f"{bytes_text(fullest)} of {bytes_text(memory)} on the fullest rank"),
-        ("Ranks", ranks),
-        ("Step", milliseconds_text(seconds)),
-        ("Above the best plan", f"at most {100 * gap:.1f} %" if gap > 1e-5 else "0 %: no plan is better"),
-    ]
-
-
 def _more_bytes(number: float) -> str:
     return f"{'-' if number < 0 else '+'}{bytes_text(abs(number))}"
 
@@ -41,13 +31,14 @@ def _more_bytes(number: float) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def tables_page(planned: Planned, gap: float, seconds: float, runner_up: Callable[[str], Change | None]) -> str:
-    """The page of a plan of tables."""
-    request, fullest = planned.request, float(planned.assignment.loads[:, MEMORY].max())
-    ranks = request.topology.ranks
+def tables_page(
+    heading: Sequence[str], planned: Planned, seconds: float, runner_up: Callable[[str], Change | None]
+) -> str:
+    """The page of a plan of tables, whose step takes so many seconds."""
+    tables, ranks = len(planned.request.tables), planned.request.topology.ranks
     return page(
-        f"Plan of {count_text(len(request.tables), 'table')} on {count_text(ranks, 'rank')}",
-        _facts(fullest, request.memory, f"{ranks:,}", seconds, gap),
+        f"Plan of {count_text(tables, 'table')} on {count_text(ranks, 'rank')}",
+        heading,
         [_memory(planned), _timeline(planned, seconds), _traffic(planned), _tables(planned, runner_up)],
     )
 
@@ -130,8 +121,8 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
     held = [held_by(placements[one.name]) or range(planned.request.topology.ranks) for one in tables]
     others = [runner_up(one.name) if number < MOST_REASONS else None for number, one in enumerate(tables)]
     text = (
-        "The runner-up is the next best sharding if all other tables stay; the step, the bytes that the busiest rank "
-        "sends, and the memory of the fullest rank change by as much."
+        "The time is that of the rank that works longest for the table. The runner-up is the next best sharding if all "
+        "other tables stay; it adds as much to the step, to the bytes of the busiest rank, and to the fullest rank."
     )
     if len(tables) > MOST_REASONS:
         text += f" It was computed for the {MOST_REASONS} tables that take longest on a rank."
@@ -142,11 +133,11 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
         Column("bytes", [x.num_embeddings * x.embedding_dim * x.data_type.itemsize for x in tables], bytes_text),
         Column("sharding", [label for *_, label in order]),
         Column("ranks", [named_ranks(ranks, LABEL) for ranks in held]),
-        Column("time on a rank", [time for _, time, _ in order], milliseconds_text),
+        Column("time", [time for _, time, _ in order], milliseconds_text),
         Column("runner-up", [one[0] if one else "" for one in others]),
-        Column("runner-up: step", [one[1] if one else None for one in others], _more_ms),
-        Column("runner-up: sent", [one[2] if one else None for one in others], _more_bytes),
-        Column("runner-up: memory", [one[3] if one else None for one in others], _more_bytes),
+        Column("more time", [one[1] if one else None for one in others], _more_ms),
+        Column("more sent", [one[2] if one else None for one in others], _more_bytes),
+        Column("more memory", [one[3] if one else None for one in others], _more_bytes),
     )  # fmt: skip
 
 
@@ -154,19 +145,17 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
 
 
 def module_page(
-    mesh: Mesh, memory: float, gap: float, step: StepPrice | None, styles: Sequence[tuple[str, str]], units: str,
+    heading: Sequence[str], mesh: Mesh, step: StepPrice, styles: Sequence[tuple[str, str]], units: str,
     reasons: Sequence[Reason], tried: Sequence[Tried],
 ) -> str:  # fmt: skip
     """The page of a plan of a module; its arguments are attributes of the plan, styles and units as text."""
-    if step is None:
-        raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
     first, sent, ms = mesh.ranks[0], bytes_text(step.sent_bytes), milliseconds_text
     times = {"compute": step.compute, "communication": step.communication}
     parts = f"The plan for parallelize_module along the tensor axis. {units}"
     table = sortable(Column("path", [path for path, _ in styles]), Column("plan", [text for _, text in styles]))
     return page(
         f"Plan of a module on {count_text(mesh.size(), 'rank')}",
-        _facts(step.peak_bytes, memory, f"{mesh.size():,}, {mesh}", step.seconds, gap),
+        heading,
         [
             ("Memory", f"Of rank {first} at the peak of a step with AdamW.", _bar(first, step.memory, bytes_text)),
             ("A step", f"Of rank {first}, which sends {sent}. Nothing overlaps.", _bar(first, times, ms)),
@@ -183,7 +172,7 @@ def _bar(rank: int, amounts: Mapping[str, float], text: Text) -> str:
 def _parameters(reasons: Sequence[Reason]) -> Section:
     text = (
         "A placement is along the tensor axis. Parameters of equal blocks share a choice. The runner-up is the next "
-        "best placement, which the choices of other parameters follow."
+        "best placement, which the choices of other parameters follow; it adds as much to the step, and to memory."
     )
     return "Parameters", text, sortable(
         Column("parameter", [one.names[0] for one in reasons]),
@@ -191,8 +180,8 @@ def _parameters(reasons: Sequence[Reason]) -> Section:
         Column("bytes on a rank", [one.bytes for one in reasons], bytes_text),
         Column("placement", [str(one.placement) for one in reasons]),
         Column("runner-up", [str(one.next_best or "") for one in reasons]),
-        Column("runner-up: step", [1e3 * one.more_seconds if one.next_best else None for one in reasons], _more_ms),
-        Column("runner-up: memory", [one.more_bytes if one.next_best else None for one in reasons], _more_bytes),
+        Column("more time", [1e3 * one.more_seconds if one.next_best else None for one in reasons], _more_ms),
+        Column("more memory", [one.more_bytes if one.next_best else None for one in reasons], _more_bytes),
         Column("why", [one.why for one in reasons]),
     )  # fmt: skip
 

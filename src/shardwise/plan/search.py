@@ -11,8 +11,9 @@ import numpy as np
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, Bound, num_binaries, solve_exactly
 
-# Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better.
-LARGEST_SHARES = (1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
+# Of the times of the bound, what the largest block may take: smaller blocks cost more and fit better. Above 1, because
+# the bound mixes options of a table, and the smaller one of two may cost much more than their mix.
+LARGEST_SHARES = (1.25, 1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
 MOST_IMPROVED = 8000  # blocks times ranks of the starts that are improved, but at least two starts
 MOST_STEPS = 3000  # moves and swaps of a round
 MOST_ROUNDS = 12
@@ -176,8 +177,10 @@ class _Packing:
         one = self.problem.options[table][option]
         at = np.asarray(places)[:, None] * one.span + np.arange(one.span)
         self.loads[at] += sign * one.cost
+        self.loads += sign * one.everywhere
         per_host = self.problem.ranks.per_host
         if one.span < len(self.loads):
+            self.hosts += sign * per_host * one.everywhere
             blocks = np.broadcast_to(one.cost, (len(at), one.span, self.loads.shape[1])).sum(1)
             np.add.at(self.hosts, at[:, 0] // per_host, sign * blocks)
         else:

@@ -1,15 +1,17 @@
 """What a shard of a table costs the rank that holds it: memory, and the work of each phase of a training step.
 
-A step of a sharded collection has five phases, and ranks wait for each other between them:
+A step of a sharded collection has six phases, and ranks wait for each other between them; nothing overlaps:
 
+    requests    all ranks make messages of ids, add up the sums that they receive, and spread gradients (seconds)
     ids         owners of rows receive the ids of all ranks (bytes)
     lookup      they read the rows, and add those of each bag (seconds)
     results     they send the sums back (bytes)
     gradients   they receive the gradients of the sums (bytes)
     update      they add up the gradients of each row, and update it with its states (seconds)
 
-A message has a run for each bag at each owner, unless many are empty, or for each distinct row. The collection decides
-that for all tables together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
+Requests take the same time on all ranks, so they are one phase, though messages are in between. A message has a run for
+each bag at each owner, unless many are empty, or for each distinct row. The collection decides that for all tables
+together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise._layout import Kind, checked, checked_init
-from shardwise.embedding.configs import EmbeddingConfig
+from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
+from shardwise.embedding.exchange.engine import SPARE
 from shardwise.embedding.exchange.requests import MOST_RUNS
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
@@ -32,9 +35,9 @@ from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.assignment import Floats, Ints
 from shardwise.simulation.topology import Topology
 
-PHASES = ("ids", "lookup", "results", "gradients", "update")
-COMPUTED = (1, 4)  # phases whose amounts are seconds; those of others are bytes
-SPARE = 1.25  # the capacity of a message of ids over its length (`exchange/engine.py`)
+PHASES = ("requests", "ids", "lookup", "results", "gradients", "update")
+COMPUTED = (0, 2, 5)  # phases whose amounts are seconds; those of others are bytes
+INDEX_BYTES = 80  # read and written to compute where one unit of a message belongs: ten integers
 
 Numbers = Annotated[
     float | Mapping[str, float],
@@ -121,8 +124,17 @@ class TableCosts:
     optimizer: RowOptimizer | None
     weighted: bool
     message_bytes: tuple[int, int]  # of an element of results, and of gradients
+    unit: int = 1  # columns that divide those of all tables
     counts: Tensor | None = None
     _distinct: dict[float, Floats] = field(default_factory=dict)
+
+    @property
+    def message_bandwidth(self) -> float:
+        return self.topology.message_bandwidth or self.topology.memory_bandwidth
+
+    @property
+    def update_bandwidth(self) -> float:
+        return self.topology.update_bandwidth or self.topology.lookup_bandwidth
 
     @cached_property
     def ids(self) -> Floats:
@@ -195,47 +207,95 @@ class TableCosts:
             return 2 * found
         return found + 4.0 * rows * (cols * len(self.optimizer.of_elements) + len(self.optimizer.of_rows))
 
+    def id_bytes(self, shards: Shards, form: Form) -> Floats:
+        """Bytes of the message of ids from a rank to the owner of each shard."""
+        runs = self.runs(shards, form)
+        ids = runs if form is Form.ROWS else self.share(shards) * self.ids.sum()
+        integers = ids * (2 if self.weighted else 1) + (0 if form is Form.ROWS else runs)
+        found: Floats = integers * (4 if self.config.num_embeddings < 1 << 31 else 8)
+        return found
+
     def costs(self, shards: Shards, form: Form, replicated: NDArray[np.bool_]) -> Floats:
         """Memory and the amounts of each phase on the rank of each shard, [shards, 1 + phases].
 
         Args:
             replicated: of which each rank has one. Then each answers only itself, and gets all gradients.
         """
-        ranks, topology, shape = self.topology.ranks, self.topology, self.config
-        runs = self.runs(shards, form)
+        ranks, topology, config = self.topology.ranks, self.topology, self.config
+        runs, id_bytes = self.runs(shards, form), self.id_bytes(shards, form)
         ids = runs if form is Form.ROWS else self.share(shards) * self.ids.sum()
-        integers = ids * (2 if self.weighted else 1) + (0 if form is Form.ROWS else runs)
-        id_bytes = SPARE * integers * (4 if shape.num_embeddings < 1 << 31 else 8)
         answered = np.where(replicated, 1, ranks)
-        size, states = shape.data_type.itemsize, 1 if self.optimizer is None else len(self.optimizer.of_elements)
-        read = answered * ids * shards.cols * size / topology.lookup_bandwidth
-        sums = answered * runs * shards.cols * 4 / topology.memory_bandwidth
-        updated = np.minimum(self.distinct(shards, ranks * float(self.ids.sum())), ranks * ids)
-        added = ranks * ids * shards.cols * 4 / topology.lookup_bandwidth
-        written = updated * shards.cols * 2 * (size + 4 * states) / topology.lookup_bandwidth
+        size, states = config.data_type.itemsize, 0 if self.optimizer is None else len(self.optimizer.of_elements)
         elements = runs * shards.cols
-        buffers = ranks * id_bytes + 4 * (answered + ranks) * elements
+        lookup = answered * ids * shards.cols * size / topology.lookup_bandwidth
+        lookup = lookup + answered * elements * 2 * 4 / self.message_bandwidth  # sums are made, and copied
+        updated = np.minimum(self.distinct(shards, ranks * float(self.ids.sum())), ranks * ids)
+        update = update_bytes(ranks * ids, updated, shards.cols, size, states) / self.update_bandwidth
+        update = update + ranks * elements * 4 / self.message_bandwidth
+        if self.optimizer is None:  # a dense gradient is filled with zeros
+            update = update + shards.rows * shards.cols * size / topology.memory_bandwidth
+        buffers = 2 * ranks * id_bytes + 4 * (answered + 2 * ranks) * elements
         return np.column_stack([
             self.memory(shards.rows, shards.cols) + buffers,
-            (ranks - 1) * id_bytes,
-            read + sums,
+            np.zeros(len(runs)),
+            (ranks - 1) * id_bytes * (1 + 1 / SPARE),
+            lookup,
             np.where(replicated, 0, ranks - 1) * elements * self.message_bytes[0],
             (ranks - 1) * elements * self.message_bytes[1],
-            added + written,
+            update,
         ])  # fmt: skip
+
+    def requests(self, shards: Shards, form: Form, answers: Floats, gradients: Floats) -> Floats:
+        """Memory and the amounts of each phase on every rank, to request rows of each shard, [shards, 1 + phases].
+
+        Args:
+            answers: how many shards like it send sums to a rank.
+            gradients: how many get gradients of a rank.
+        """
+        elements, unit = self.runs(shards, form) * shards.cols, np.gcd(self.unit, shards.cols)
+        output = answers * self.num_outputs * shards.rows * shards.cols / self.config.num_embeddings
+        received, sent, id_bytes = answers * elements, gradients * elements, gradients * self.id_bytes(shards, form)
+        indexed = {  # elements whose places are computed in each step
+            Form.BAGS: np.zeros(len(elements)),
+            Form.OCCUPIED: (answers + gradients) * self.runs(shards, Form.BAGS) * shards.cols,
+            Form.ROWS: received + sent,
+        }[form]
+        moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed / unit
+        found = np.zeros((len(elements), 1 + len(PHASES)))
+        found[:, 0] = 4 * (2 * output + sent) + 8 * (received + sent) / unit + id_bytes  # 2: with its gradient
+        found[:, 1] = moved / self.message_bandwidth
+        return found
+
+    @property
+    def num_outputs(self) -> float:
+        """Rows of the results of a rank."""
+        pooled = isinstance(self.config, EmbeddingBagConfig)
+        return float(self.batch.bags * len(self.ids) if pooled else self.ids.sum())
+
+
+def update_bytes(ids: Floats | float, distinct: Floats | float, cols: Ints | int, size: int, states: int) -> Floats:
+    """Bytes that an update reads and writes: a gradient for each id; each distinct row and its states, twice."""
+    return np.asarray(ids * cols * 4 + distinct * cols * 2 * (size + 4 * states))
 
 
 def speeds(topology: Topology) -> tuple[Floats, Floats, float]:
-    """Seconds of an amount of each phase on a rank, and on the link of a host; and of the latencies of a step."""
+    """Seconds of an amount of each phase on a rank, and on a host, of all its ranks; and of the latencies of a step."""
     costs, ranks = topology.costs, topology.ranks
-    inside, between = np.ones(len(PHASES)), np.zeros(len(PHASES))
+    inside, between = np.zeros(len(PHASES)), np.zeros(len(PHASES))
+    inside[[*COMPUTED]] = 1 / topology.alone
+    if topology.alone > 1:
+        between[[*COMPUTED]] = 1 / topology.ranks_per_host
     if ranks == 1:
-        return inside * [phase in COMPUTED for phase in range(len(PHASES))], between, 0.0
+        return inside, between, 0.0
     sent = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
-    inside[sent] = costs.inside["all_to_all"].per_byte / costs.bytes_per_second
+    per_byte = costs.inside["all_to_all"].per_byte / costs.bytes_per_second
+    inside[sent] = per_byte / topology.alone
+    if topology.alone > 1:
+        between[sent] = per_byte / topology.ranks_per_host
     if topology.hosts > 1:
         leaves = (ranks - topology.ranks_per_host) / (ranks - 1)
-        between[sent] = leaves * costs.between["all_to_all"].per_byte / costs.bytes_per_second
+        link = leaves * costs.between["all_to_all"].per_byte / costs.bytes_per_second
+        between[sent] = np.maximum(between[sent], link)
     everyone = range(ranks)
     return inside, between, len(sent) * costs.seconds("all_to_all", everyone, everyone, 0)
 

@@ -103,18 +103,23 @@ def options_of(of_table: Sequence[Division], costs: TableCosts, form: Form) -> l
     found: dict[int, Option] = {}
     even, first, replicated = _even(of_table, costs)
     every = costs.costs(first, form, replicated)
-    for number, cost in zip(even, every, strict=True):
+    counts = np.array([of_table[number].count for number in even])
+    requests = costs.requests(first, form, counts, np.where(replicated, costs.topology.ranks, counts))
+    for number, cost, everywhere in zip(even, every, requests, strict=True):
         one = of_table[number]
         blocks = 1 if one.span == costs.topology.ranks else one.count // one.span
-        found[number] = Option(one.label, one.span, np.broadcast_to(cost, (blocks, 1, len(cost))))
+        found[number] = Option(one.label, one.span, np.broadcast_to(cost, (blocks, 1, len(cost))), everywhere)
     for number, one in enumerate(of_table):
         if number not in found:
-            cost = costs.costs(one.shards(), form, np.array(one.replicated))
+            shards, single = one.shards(), np.ones(1)
+            cost = costs.costs(shards, form, np.array(one.replicated))
+            answers = single / len(shards.rows) if one.replicated else single
+            everywhere = costs.requests(shards, form, answers, single).sum(0)
             if one.pinned is not None:
                 of_ranks, ranks = np.zeros((one.span, cost.shape[1])), range(one.span)
                 np.add.at(of_ranks, [rank for rank in ranks for box in one.pinned.boxes(rank) if box.numel], cost)
                 cost = of_ranks
-            found[number] = Option(one.label, one.span, cost.reshape(-1, one.span, cost.shape[1]))
+            found[number] = Option(one.label, one.span, cost.reshape(-1, one.span, cost.shape[1]), everywhere)
     return [found[number] for number in range(len(of_table))]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -121,16 +122,17 @@ def least_memory(request: Request) -> tuple[Floats, Floats]:
     for tables, of_unit in zip(units, options, strict=True):
         for number, table in enumerate(tables):
             found = options_of([one[number] for one in of_unit], costs[table], form)
-            total[table] = min(option.total[MEMORY] for option in found)
+            total[table] = min(option.total(request.topology.ranks)[MEMORY] for option in found)
             fullest[table] = min(option.largest[MEMORY] for option in found)
     return total, fullest
 
 
 def _costs(request: Request) -> list[TableCosts]:
     sizes = request.dtypes.forward.itemsize, request.dtypes.backward.itemsize
+    unit = gcd(*(config.embedding_dim for config in request.tables))
     return [
         TableCosts(
-            config, request.topology, request.batch, request.optimizer, request.weighted, sizes,
+            config, request.topology, request.batch, request.optimizer, request.weighted, sizes, unit,
             request.counts.get(config.name),
         )
         for config in request.tables
@@ -190,11 +192,12 @@ def _problem(
         found.append([_sum(together) for together in zip(*of_tables, strict=True)])
     topology = request.topology
     if objective != "time":
-        scale = SECOND / max(sum(min(float((x.total[1:] * inside).sum()) for x in of_unit) for of_unit in found), 1e-30)
+        totals = [[option.total(topology.ranks)[1:] for option in of_unit] for of_unit in found]
+        scale = SECOND / max(sum(min(float(x @ inside) for x in of_unit) for of_unit in totals), 1e-30)
         inside, between = inside * scale, between * scale
         sent = np.array([0.0 if phase in COMPUTED else 1.0 for phase in range(len(PHASES))])
         if objective == "bytes":
-            most = max(sum(min(float(x.total[1:] @ sent) for x in of_unit) for of_unit in found), 1.0)
+            most = max(sum(min(float(x @ sent) for x in of_unit) for of_unit in totals), 1.0)
             inside = inside + sent / most
         else:
             found = [[_with_memory_first(option) for option in of_unit] for of_unit in found]
@@ -204,7 +207,8 @@ def _problem(
 
 def _with_memory_first(option: Option) -> Option:
     """The option with a further phase, whose amount is memory."""
-    return replace(option, cost=np.concatenate([option.cost[..., :1], option.cost], axis=-1))
+    cost, everywhere = (np.concatenate([x[..., :1], x], axis=-1) for x in (option.cost, np.asarray(option.everywhere)))
+    return replace(option, cost=cost, everywhere=everywhere)
 
 
 def _sum(options: Sequence[Option]) -> Option:
@@ -213,7 +217,7 @@ def _sum(options: Sequence[Option]) -> Option:
         return options[0]
     width = max(option.cost.shape[1] for option in options)
     cost: Floats = np.sum([np.broadcast_to(x.cost, (x.cost.shape[0], width, x.cost.shape[2])) for x in options], axis=0)
-    return Option(options[0].label, options[0].span, cost)
+    return Option(options[0].label, options[0].span, cost, sum(option.everywhere for option in options))
 
 
 def _cases(request: Request) -> list[tuple[Form, tuple[int, int, int]]]:

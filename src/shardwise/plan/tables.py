@@ -231,7 +231,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     def to_html(self) -> str:
         """The plan as a page that is one file: memory, time and traffic of ranks, and each table with its runner-up."""
-        return tables_page(self._known, self.gap, 1e-3 * self.milliseconds, self.runner_up)
+        return tables_page(self._heading(), self._known, 1e-3 * self.milliseconds, self.runner_up)
 
     @checked
     def save(self, path: str | Path) -> None:

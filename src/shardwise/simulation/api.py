@@ -44,8 +44,7 @@ def simulate(
 
     An op takes the time of its FLOPs, or of the bytes that it touches if that is longer. Nothing overlaps.
 
-    Other ranks are taken to send what this one sends to itself. So where sizes depend on data (ids of a lookup), each
-    rank receives from every rank as many as it keeps; plain batches of ranks have equal shapes.
+    Other ranks are taken to send what this one sends to itself: as many ids of a lookup from each rank as it keeps.
 
     Memory is that of storages which ops return; not what a kernel, an allocator or a network library takes for itself.
 
@@ -67,7 +66,7 @@ def simulate(
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
         MeshError: the mesh has other ranks, or more than the topology, or other devices.
-        ArgumentError: inputs or a plan beside a function, or a function that returns no function.
+        ArgumentError: inputs or a plan beside a function, or a function that returns none.
     """
     _check(mesh, topology, isinstance(fn_or_module, nn.Module) or not (inputs or plan is not None))
     build = fn_or_module

@@ -134,6 +134,8 @@ class _OpSeconds(TorchDispatchMode):
         out = func(*args, **named)
         if not func.is_view and func not in _FREE:
             tensors = {id(x): x for x in pytree.tree_leaves((args, named, out)) if isinstance(x, Tensor)}
+            if func._overloadpacket in _GATHERS:  # which reads as much of its first operand as it returns
+                tensors[id(args[0])] = out
             touched = sum(x.numel() * x.element_size() for x in tensors.values())
             count = _FLOPS.get(func._overloadpacket)
             flops = count(*args, **named, out_val=out) if count else 0
@@ -145,6 +147,8 @@ _FREE = {
     aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default,
     aten.detach.default, aten._unsafe_view.default,
 }  # fmt: skip
+
+_GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:

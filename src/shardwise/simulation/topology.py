@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 
-from shardwise._collectives.cost_tables import COLLECTIVES, GLOO, Cost, Costs, read_costs
+from shardwise._collectives.cost_tables import COLLECTIVES, GLOO, Cost, Costs, read_costs, read_speeds
 from shardwise._layout import checked, checked_init
 from shardwise.errors import ConfigError, did_you_mean
 
@@ -60,6 +60,10 @@ class Topology:
         lookup_bandwidth: bytes of rows that a rank looks up in a second.
         device_type: of the ranks: "cuda" or "cpu".
         measured: costs of collectives that are used in place of the links, such as of `shardwise doctor --calibrate`.
+        message_bandwidth: bytes of sums of rows that a rank makes, or copies into messages, in a second; None:
+            `memory_bandwidth`.
+        update_bandwidth: bytes of gradients, rows and states of an update in a second; None: `lookup_bandwidth`.
+        alone: how many times as fast a rank is while the others of its host wait, as where ranks share cores.
 
     Raises:
         ConfigError: a number that no machine has.
@@ -75,10 +79,14 @@ class Topology:
     lookup_bandwidth: float
     device_type: str = "cuda"
     measured: Costs | None = None
+    message_bandwidth: float | None = None
+    update_bandwidth: float | None = None
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
-        integers = ("hosts", "ranks_per_host", "memory")
-        _check(self, "Topology", positive=(*integers, "flops", "memory_bandwidth", "lookup_bandwidth"))
+        optional = [name for name in ("message_bandwidth", "update_bandwidth") if getattr(self, name) is not None]
+        speeds = ("flops", "memory_bandwidth", "lookup_bandwidth", "alone", *optional)
+        _check(self, "Topology", positive=("hosts", "ranks_per_host", "memory", *speeds))
 
     @classmethod
     @checked
@@ -120,7 +128,9 @@ class Topology:
 
     @checked
     def with_costs_of(self, path: str | Path) -> "Topology":
-        """The topology with the costs of collectives in a file that `shardwise doctor --calibrate` wrote.
+        """The topology with the costs of collectives, and the speeds of ranks, of `shardwise doctor --calibrate`.
+
+        A file without speeds leaves those of the topology.
 
         Raises:
             ConfigError: it cannot be read, or was measured on devices of another type.
@@ -131,7 +141,7 @@ class Topology:
                 f"{path} was measured on {device_type}, and the topology has {self.device_type}. "
                 f"Fix: a file of {self.device_type} devices."
             )
-        return replace(self, measured=costs)
+        return replace(self, measured=costs, **read_speeds(Path(path)))
 
     @property
     def ranks(self) -> int:
@@ -179,9 +189,11 @@ _CPU = Topology(
     between=Link(1.25e9, 210e-6),
     flops=5e10,
     memory_bandwidth=8e9,
-    lookup_bandwidth=2e9,
+    lookup_bandwidth=8e9,
     device_type="cpu",
     measured=GLOO,
+    message_bandwidth=2.5e9,
+    update_bandwidth=6e9,
 )
 PRESETS: Mapping[str, Topology] = MappingProxyType({
     "A100": _gpu(80 * 10**9, 312e12, 2.039e12, 300e9, 8 * 25e9),

@@ -27,6 +27,7 @@ Gradients = list[tuple[RowRequests, Tensor]]  # for each stack, runs and the gra
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
+SPARE = 4  # the capacity for later messages is longer than a message by a part of so many
 MOST_FREE = 4  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
@@ -66,7 +67,7 @@ class Capacities:
 
 def _next_capacity(capacity: int, length: int) -> int:
     """A quarter more than the last length; a larger capacity shrinks by an eighth, as lengths vary."""
-    return max(length + length // 4, capacity - capacity // 8)
+    return max(length + length // SPARE, capacity - capacity // 8)
 
 
 class Engine:
