@@ -68,6 +68,10 @@ class RedistributePlan:
         """To compare plans: bytes of float32 that an all-to-all inside a host sends meanwhile."""
         return sum(cost_of(step, self.costs) for step in self.comm_steps)
 
+    def seconds(self, itemsize: int) -> float:
+        """The modelled time, for elements of `itemsize` bytes."""
+        return sum(cost_of(step, self.costs, itemsize) for step in self.comm_steps) / self.costs.bytes_per_second
+
 
 def plan_redistribute(src: Layout, dst: Layout) -> RedistributePlan:
     """The plan with the lowest cost from `src` to `dst`, on the same mesh or another.

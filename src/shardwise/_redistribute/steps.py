@@ -110,12 +110,12 @@ def _largest_of_group(layout: Layout, axes: tuple[int, ...], rank: int) -> int:
 SUMMED = 1.02  # the time of an all-to-all whose full tensors are added, by that of one without
 
 
-def cost_of(step: CommStep, costs: Costs) -> float:
+def cost_of(step: CommStep, costs: Costs, itemsize: int = 4) -> float:
     """The cost of a step, in bytes that an all-to-all inside a host sends meanwhile."""
     if step.is_local:
         return 0.0
     adds = step.collective == "all_to_all" and step.dst.is_replicated and bool(step.src.partial_axes)
-    num_bytes = 4 * step.received.busiest * (SUMMED if adds else 1)
+    num_bytes = itemsize * step.received.busiest * (SUMMED if adds else 1)
     ranks = ranks_of(step.src.mesh, step.dst.mesh)
     return costs.of(step.collective, step.group(ranks[0]), ranks, num_bytes)
 

@@ -1,6 +1,5 @@
 """What code sends: by line, with the reason."""
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
@@ -8,7 +7,11 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from shardwise import _collectives as collectives
 from shardwise._layout import shown
 from shardwise._pictures.report import Report, table_text
+from shardwise._rules.row import Args, Kwargs, Op
+from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
+from shardwise._tensor.dtensor import name_of
 from shardwise._trace.comm_trace import Cause, CommEvent, Kind, Listener, listening_with
+from shardwise.debug.other_layouts import OtherLayout, cheapest_layout, of_layers
 from shardwise.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -42,6 +45,7 @@ class Explanation(Listener, Report, Generic[R]):
         self._events: list[CommEvent] = []
         self.sent_bytes = self.other_bytes = self.other_calls = 0
         self._entered = ExitStack()
+        self._others: dict[int, OtherLayout] = {}  # by the id of an event
 
     def record(self, event: CommEvent) -> None:
         self._events.append(event)
@@ -64,14 +68,33 @@ class Explanation(Listener, Report, Generic[R]):
 
     def __enter__(self) -> Self:
         self._entered.enter_context(listening_with(self))
+        self._entered.enter_context(hook_calls(self._see_op))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
+    def _see_op(self, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> object:
+        """Find the layout with which an op that redistributed operands would send less."""
+        before = len(self._events)
+        out = proceed()
+        causes = [(id(event), event.cause) for event in self._events[before:]]
+        own = [key for key, x in causes if x.kind == "operand" and x.op == name_of(func) and not x.backward]
+        if own and (other := cheapest_layout(func, args, kwargs, out)) is not None:
+            self._others |= dict.fromkeys(own, other)
+        return out
+
+    def _entry(self, event: CommEvent) -> object:
+        """Equal for events of one entry: equal but for the index of a repeated module."""
+        return _cause(event), event.src, event.dst, event.total_bytes is None, self._others.get(id(event))
+
+    def _described(self, events: "Events") -> str:
+        other = self._others.get(id(events[0]))
+        return _described(events) + (f"\nless: {other}" if other is not None else "")
+
     def text(self, width: int | None = None, colour: bool = False) -> str:
         """A table for each kind of cause; if there are many entries, the largest, after the lines that send most."""
-        entries = _grouped(self._events, _entry)
+        entries = _grouped(self._events, self._entry)
         sending = [events for events in entries if events[0].total_bytes != 0]
         least = sum(map(_most, sending)) / 100 if len(sending) > FEW else 0
         sent = f"{self.sent_bytes:,} bytes, {self.implicit_bytes:,} of them implicitly"
@@ -82,7 +105,7 @@ class Explanation(Listener, Report, Generic[R]):
         for kind, title in _TITLES.items():
             listed = [e for e in sending if e[0].cause.kind == kind and _most(e) >= least]
             if listed:
-                parts.append(_table(title, [(_described(events), events) for events in listed], width))
+                parts.append(_table(title, [(self._described(events), events) for events in listed], width))
         notes = []
         if self.other_calls:
             notes.append(f"{self.other_bytes:,} bytes in {self.other_calls} collectives that check that ranks agree.")
@@ -109,14 +132,8 @@ def _line(event: CommEvent) -> str:
     return str(event.cause.call_site or "elsewhere")
 
 
-def _entry(event: CommEvent) -> object:
-    """Equal for events of one entry: equal but for the index of a repeated module."""
-    return _cause(event), event.src, event.dst, event.total_bytes is None
-
-
 def _cause(event: CommEvent) -> Cause:
-    """The cause with `blocks.*.up.weight` for `blocks.0.up.weight`, also behind words such as `the input of`."""
-    return event.cause._replace(operand=re.sub(r"(?:^|(?<=\.)|(?<= of ))\d+(?=\.|$)", "*", event.cause.operand))
+    return event.cause._replace(operand=of_layers(event.cause.operand))
 
 
 def _sent(events: Events) -> int:

@@ -1,20 +1,22 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from shardwise import _collectives as collectives
-from shardwise._layout import Mesh, checked
-from shardwise._layout.parse import parse_mesh, read_toml
+from shardwise._layout import Mesh, Placement, checked
+from shardwise._layout.parse import read_toml
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
 from shardwise._torch_bridge import module_sharding
-from shardwise.errors import PlanError, TooLargeError, did_you_mean
+from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, other_costs, run_steps
 from shardwise.plan.fit import fits_text
 from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
@@ -29,7 +31,7 @@ from shardwise.plan.module_search import (
     step_of,
 )
 from shardwise.plan.module_styles import globs, plan_of_choices
-from shardwise.plan.module_text import Entry, code_of, entry_of_toml, entry_text, toml_of
+from shardwise.plan.module_text import Entry, code_of, entry_text, plan_of_toml, toml_of
 from shardwise.plan.page import module_page
 from shardwise.plan.table_request import check_head_room
 from shardwise.simulation.topology import Topology
@@ -52,6 +54,7 @@ class ModulePlan(Report):
         memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
         tried: shapes of the mesh.
+        origin: what the plan was made of.
     """
 
     mesh: Mesh
@@ -64,6 +67,7 @@ class ModulePlan(Report):
     memory: float = field(default=0.0, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
+    origin: "Origin | None" = field(default=None, compare=False)
 
     @property
     def gap(self) -> float:
@@ -77,16 +81,19 @@ class ModulePlan(Report):
             PlanError: the module has other parts than the one that was planned.
             MismatchError: modules or plans of ranks differ; on all ranks.
         """
+        if self.mesh.size() > (ranks := collectives.world_size()):
+            raise PlanError(f"The plan is for {self.mesh}, but this world has {ranks} ranks. Fix: a plan for these.")
         named = module_sharding.named_parameters(module)
         facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
         module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
         tensor, data = self._axes()
+        parts = dict(module.named_modules())
+        if problems := module_sharding.resolve(self.units, list(parts), "module")[1]:
+            raise PlanError(f"units: {problems[0]}")
         if self.styles:
             parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
         for path in self.units:
-            fully_shard(
-                module.get_submodule(path), mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank
-            )
+            fully_shard(parts[path], mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank)
         return module
 
     def _axes(self) -> tuple[Mesh, Mesh | None]:
@@ -116,15 +123,71 @@ class ModulePlan(Report):
         Raises:
             PlanError: it cannot be read, or is no such file.
         """
-        path = Path(path)
-        content = read_toml(path)
-        if content.get("format") != FORMAT:
-            raise PlanError(f"{path}: format is {content.get('format')!r}. Fix: a file with format = {FORMAT!r}.")
+        content = read_toml(Path(path))
         try:
-            styles = {key: entry_of_toml(entry) for key, entry in content.get("plan", {}).items()}
-            return cls(parse_mesh(content["mesh"]), styles, tuple(content["units"]), content["reshard"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{path}: {error}. Fix: a plan as `save` writes it.") from error
+            return cls(*plan_of_toml(FORMAT, content))
+        except ShardwiseError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    # ---- reasons -----------------------------------------------------------------------------------------------
+
+    @checked
+    def what_if(self, **changes: object) -> tuple[PlanChange, "ModulePlan"]:
+        """The plan with changes, and how its simulated step differs from that of this plan.
+
+            change, other = plan.what_if(pinned={"layers.*.attention.wq.weight": Replicate()})
+            change, other = plan.what_if(units=plan.units[1:])
+
+        `pinned` (added to that of this plan), `mesh` and `head_room` are arguments of `plan_module`: the rest of the
+        plan follows. `styles` (added to those of this plan), `units` and `reshard` are of the plan: the rest stays.
+
+        Raises:
+            PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
+        """
+        if self.origin is None or self.step is None:
+            raise PlanError("The plan has no module to try changes on. Fix: plan_module(…), or price_module(…).")
+        known = {"pinned", "mesh", "head_room", "styles", "units", "reshard"}
+        for name in changes:
+            if name not in known:
+                raise PlanError(f"what_if: no change {name!r}.{did_you_mean(name, known)} Fix: {', '.join(known)}.")
+        given: dict[str, Any] = dict(changes)
+        for name, own in (("pinned", self.origin.pinned), ("styles", self.styles)):
+            if name in given:
+                given[name] = {**own, **given[name]}
+        search = self.origin.search
+        again = {name: given.pop(name) for name in self.origin._fields if name in given}
+        other = _planned(self.origin._replace(**again)) if again else self
+        if given:
+            other = replace(other, **given)
+            step = price_module(search.module, other, search.topology, search.inputs, forward=search.forward)
+            other = replace(other, seconds=step.seconds, bound=0.0, step=step, reasons=(), tried=())
+        new, old = other.step or self.step, self.step
+        label, time = ", ".join(f"other {name}" for name in changes), 1e3 * (new.seconds - old.seconds)
+        return PlanChange(label, time, new.sent_bytes - old.sent_bytes, new.peak_bytes - old.peak_bytes), other
+
+    @checked
+    def check(self, step: Callable[[], object], price: StepPrice | None = None) -> PlanCheck:
+        """The plan beside steps that run: bytes, memory and time of rank 0. All ranks of the mesh call it together.
+
+            plan.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            print(plan.check(lambda: train_step(model, optimizer, batch)))
+
+        Args:
+            step: one training step; it runs five times. Inputs are as large as those of the plan.
+            price: what `price_module` says of a plan that was read from a file or written by hand.
+
+        Raises:
+            PlanError: it is not known what the step should send.
+        """
+        price = self.step if price is None else price
+        if price is None:
+            raise PlanError("The plan has no modelled step. Fix: price=price_module(module, plan, topology, inputs).")
+        first = self.mesh.sorted_ranks[0]
+        runs = run_steps(step, self.mesh, first)
+        memory = Figure(price.peak_bytes, runs[0].memory)
+        note = other_costs(self.origin.search.topology, self.mesh.device_type) if self.origin is not None else ""
+        return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, note)
 
     @checked
     def explain(self, name: str) -> str:
@@ -214,6 +277,7 @@ def plan_module(
     *,
     mesh: Mesh | None = None,
     forward: Forward | None = None,
+    pinned: Mapping[str, Placement] | None = None,
     head_room: float = 0.1,
 ) -> ModulePlan:
     """The plan with the shortest modelled step that fits the memory of a rank.
@@ -236,23 +300,44 @@ def plan_module(
             axis stays in a host.
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
+        pinned: placements of parameters along the tensor axis that are given, by name or glob: Shard(dim) or
+            Replicate(). Of equal blocks one decides for all.
         head_room: the part of the memory that stays free.
 
     Raises:
         TooLargeError: nothing fits; the text says how much is missing.
-        PlanError: inputs without a tensor, or a mesh of other axes.
+        PlanError: inputs without a tensor, a mesh of other axes, or pinned placements that no plan has.
     """
-    check_head_room(head_room)
-    search = Search(module, topology, inputs, forward)
-    memory, shapes = topology.memory * (1 - head_room), _shapes(topology, mesh, batch_rows(inputs))
+    return _planned(Origin(Search(module, topology, inputs, forward), mesh, dict(pinned or {}), head_room))
+
+
+class Origin(NamedTuple):
+    """What a plan was made of: the module with its choices and costs, and the other arguments of `plan_module`."""
+
+    search: Search
+    mesh: Mesh | None
+    pinned: Mapping[str, Placement]
+    head_room: float
+
+
+def _planned(origin: Origin) -> ModulePlan:
+    check_head_room(origin.head_room)
+    search, mesh, topology, module = origin.search, origin.mesh, origin.search.topology, origin.search.module
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    paths = [path for path, _ in module.named_modules()]
+    matched, problems = module_sharding.resolve(origin.pinned, names, "parameter", paths)
+    if problems:
+        raise PlanError(f"plan_module: pinned: {problems[0]}")
+    pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}
+    memory, shapes = topology.memory * (1 - origin.head_room), _shapes(topology, mesh, batch_rows(search.inputs))
     budget, scale = inf, 1.0
-    while (found := search.run(shapes, budget)) is not None:
+    while (found := search.run(shapes, budget, pinned)) is not None:
         plan = _plan_of(module, mesh, found)
-        step = price_module(module, plan, topology, inputs, forward=forward)
+        step = price_module(module, plan, topology, search.inputs, forward=search.forward)
         if step.peak_bytes <= memory:
             return replace(
                 plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
-                tried=tuple(search.tried),
+                tried=tuple(search.tried), origin=origin,
             )  # fmt: skip
         scale = step.peak_bytes / found.bytes
         budget = found.bytes * min(memory / step.peak_bytes, 0.99)

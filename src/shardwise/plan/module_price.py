@@ -11,6 +11,7 @@ from torch import nn
 from shardwise._layout import Mesh
 from shardwise.plan.module_trace import Step
 from shardwise.simulation.api import simulate_rank, training
+from shardwise.simulation.result import sent_by_cause
 from shardwise.simulation.topology import Topology
 
 
@@ -23,12 +24,14 @@ class StepPrice:
         communication: seconds of collectives.
         sent_bytes: of the rank.
         memory: bytes at the peak, by what they are for.
+        sent_by_cause: the bytes of each cause of communication.
     """
 
     compute: float
     communication: float
     sent_bytes: int
     memory: Mapping[str, int]
+    sent_by_cause: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
@@ -50,4 +53,4 @@ def price_step(
     """
     build = training(module, lambda model, _: apply(model), step)
     one, _ = simulate_rank(build, mesh, topology, mesh.ranks[0])
-    return StepPrice(one.compute, one.communication, one.sent_bytes, one.memory)
+    return StepPrice(one.compute, one.communication, one.sent_bytes, one.memory, sent_by_cause(one.collectives))

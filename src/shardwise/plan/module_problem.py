@@ -10,7 +10,8 @@ from math import inf
 
 import numpy as np
 
-from shardwise._layout import PARTIAL, REPLICATE, Shard
+from shardwise._layout import PARTIAL, REPLICATE, Placement, Shard
+from shardwise.errors import PlanError
 from shardwise.plan.module_choices import Choice, replicated
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_solver import Array, Problem, Solution, solve
@@ -18,6 +19,7 @@ from shardwise.plan.module_trace import BOUNDARY, PARAMETER, ModuleGraph, Node, 
 
 REFUSED = 1e6  # seconds
 TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
+Forced = Mapping[int, int]  # from nodes of a problem to the choices that they have
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,32 @@ class ModuleProblem:
     seconds: Problem
     memory: list[Array]
 
-    def solve(self, price: float = 0.0, forced: tuple[int, int] | None = None) -> Solution:
-        """The cheapest choices if a byte of memory costs `price` seconds.
-
-        Args:
-            forced: a node of the problem, and the choice that it has.
-        """
+    def solve(self, price: float, forced: Forced) -> Solution:
+        """The cheapest choices of those that nodes may have, if a byte of memory costs `price` seconds."""
         nodes = [a + price * b for a, b in zip(self.seconds.nodes, self.memory, strict=True)]
-        if forced is not None:
-            node, choice = forced
-            nodes[node] = np.where(np.arange(len(nodes[node])) == choice, nodes[node], REFUSED)
+        for node, choice in forced.items():
+            nodes[node] = np.where(np.arange(len(nodes[node])) == choice, nodes[node], inf)
         return solve(Problem(nodes, self.seconds.edges))
+
+    def forced(self, placements: Mapping[str, Placement]) -> Forced:
+        """The choices of parameters that have these placements; of equal blocks one parameter decides for all.
+
+        Raises:
+            PlanError: a placement that the parameter cannot have.
+        """
+        number = {first: i for i, first in enumerate(sorted(set(self.graph.first)))}
+        found = {}
+        for i, node in enumerate(self.graph.nodes):
+            for name in self.graph.names[node.name] if node.kind == PARAMETER else ():
+                if name in placements:
+                    possible = [choice.outputs[0] for choice in self.choices[i]]
+                    if placements[name] not in possible:
+                        raise PlanError(
+                            f"plan_module: {name} of shape {node.results[0].shape} is pinned to {placements[name]}. "
+                            f"Fix: one of {', '.join(map(str, possible))}."
+                        )
+                    found[number[self.graph.first[i]]] = possible.index(placements[name])
+        return found
 
     def bytes(self, solution: Solution) -> float:
         return sum(float(costs[k]) for costs, k in zip(self.memory, solution.choices, strict=True))

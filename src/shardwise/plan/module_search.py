@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from shardwise._layout import Placement
 from shardwise.errors import PlanError
 from shardwise.plan.module_costs import ModuleCosts
-from shardwise.plan.module_problem import REFUSED, ModuleProblem, module_problem
+from shardwise.plan.module_problem import REFUSED, Forced, ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
 from shardwise.plan.module_trace import OP, PARAMETER, Value, trace_module
+from shardwise.simulation.api import without_values
 from shardwise.simulation.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -35,6 +36,7 @@ class Found(NamedTuple):
         reshard: whether parameters are all-gathered again for backward.
         bound: seconds that no choices fall below on this mesh, within the memory.
         price: of a byte, in seconds.
+        forced: choices that were given.
     """
 
     problem: ModuleProblem
@@ -45,6 +47,7 @@ class Found(NamedTuple):
     bytes: float
     bound: float
     price: float
+    forced: Forced
 
 
 class Tried(NamedTuple):
@@ -64,7 +67,7 @@ class Reason:
         bytes: of these on a rank.
         why: of the row of the op that takes it.
         next_best: the placement that costs least of the others; None if there is no other.
-        more_seconds, more_bytes: what that costs more; other choices follow it.
+        more_seconds, more_bytes: what that costs more; other choices follow it, unless they are pinned.
     """
 
     names: tuple[str, ...]
@@ -110,29 +113,35 @@ class Search:
     """The best choices over shapes of the mesh.
 
     Attributes:
+        module: a copy on the meta device.
         tried: the shapes of the last run.
         bound: seconds that no choices fall below on these, within the memory of that run.
         least_bytes: the least that any choices took.
     """
 
     def __init__(self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None) -> None:
-        self.module, self.topology, self.inputs, self.forward = module, topology, inputs, forward
+        self.module = without_values(module, torch.device("meta"))
+        self.topology, self.inputs, self.forward = topology, inputs, forward
         self.tried: list[Tried] = []
         self.bound = self.least_bytes = inf
         self._costs: dict[tuple[int, int], ModuleCosts] = {}
         self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
 
-    def run(self, shapes: Sequence[tuple[int, int]], memory: float) -> Found | None:
-        """The best of these shapes; None if no choices fit the memory."""
+    def run(self, shapes: Sequence[tuple[int, int]], memory: float, pinned: Mapping[str, Placement]) -> Found | None:
+        """The best of these shapes, with the placements that are pinned; None if no choices fit the memory.
+
+        Raises:
+            PlanError: no plan has what is pinned.
+        """
         self.tried, self.bound = [], inf
         best: Found | None = None
         for shape in shapes:
-            found = self._on(shape, memory, inf if best is None else best.seconds)
+            found = self._on(shape, memory, pinned, inf if best is None else best.seconds)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         return best
 
-    def _on(self, shape: tuple[int, int], memory: float, limit: float) -> Found | None:
+    def _on(self, shape: tuple[int, int], memory: float, pinned: Mapping[str, Placement], limit: float) -> Found | None:
         """The best choices on a shape, if they may take less than `limit` seconds."""
         if shape not in self._costs:
             graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
@@ -145,7 +154,7 @@ class Search:
             if isinstance(problem, float):
                 least = min(least, problem)
             else:
-                found += self._within_memory(problem, costs, reshard, memory)
+                found += self._within_memory(problem, costs, reshard, memory, problem.forced(pinned))
         self.bound = min([self.bound, *(one.bound for one in found)])
         chosen = min(found, key=lambda one: one.seconds, default=None)
         seconds = chosen.seconds if chosen is not None else least if least < inf else None
@@ -161,21 +170,23 @@ class Search:
         return known
 
     def _within_memory(
-        self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool, memory: float
+        self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool, memory: float, forced: Forced
     ) -> Iterator[Found]:
         """The cheapest choices within the memory, if any are."""
         price, low, high, bound = 0.0, 0.0, None, 0.0
         kept: Found | None = None
         for _ in range(ROUNDS):
-            solution = problem.solve(price)
+            solution = problem.solve(price, forced)
             size, seconds = problem.bytes(solution), problem.seconds.cost(solution.choices)
             bound = max(bound, solution.bound - (price * memory if price else 0.0))
             possible = seconds < REFUSED
+            if not possible and not price:
+                raise PlanError("plan_module: no op takes the placements that are pinned. Fix: pin fewer, or others.")
             if possible:
                 self.least_bytes = min(self.least_bytes, size)
             if size <= memory or not possible:  # so dear are bytes that choices which no plan has seem cheaper
                 if possible and (kept is None or seconds <= kept.seconds):
-                    kept = Found(problem, costs, solution, reshard, seconds, size, bound, price)
+                    kept = Found(problem, costs, solution, reshard, seconds, size, bound, price, forced)
                 high = price
                 if not price:
                     break
@@ -205,12 +216,14 @@ def reasons_of(found: Found) -> list[Reason]:
         others = []
         for k, choice in enumerate(own):
             if k != found.solution.choices[at]:
-                forced = problem.solve(found.price, (at, k))
-                others.append((problem.seconds.cost(forced.choices) - found.seconds,
-                               problem.bytes(forced) - found.bytes, choice.outputs[0]))  # fmt: skip
+                other = problem.solve(found.price, {**found.forced, at: k})
+                seconds = problem.seconds.cost(other.choices)
+                if seconds < REFUSED:
+                    others.append((seconds - found.seconds, problem.bytes(other) - found.bytes, choice.outputs[0]))
         more = min(others, key=lambda other: other[0] + found.price * other[1], default=(0.0, 0.0, None))
         placement = own[found.solution.choices[at]].outputs[0]
+        why = "it is pinned" if at in found.forced else taken.get(first, "")
         names = [name for number in parameters for name in graph.names[graph.nodes[number].name]]
         size = sum(found.costs.local_bytes(Value(number), placement) for number in parameters) / found.costs.shape[0]
-        found_reasons.append(Reason(tuple(names), size, placement, taken.get(first, ""), more[2], more[0], more[1]))
+        found_reasons.append(Reason(tuple(names), size, placement, why, more[2], more[0], more[1]))
     return found_reasons

@@ -119,6 +119,9 @@ class _Styles:
             options |= {"output_layouts": left} if left not in (None, last) else {}
             return ColwiseParallel(**options)
         assert dim == dims[INPUT_FEATURES]
+        entering = self.graph.nodes[self.inside[path][0]].operands[0]
+        if not self.graph.nodes[entering.node].of_parameters and not isinstance(self.modules[path], nn.Embedding):
+            options["input_layouts"] = REPLICATE  # a plain tensor, which every rank has
         options |= {"output_layouts": left} if left not in (None, REPLICATE) else {}
         return RowwiseParallel(**options)
 

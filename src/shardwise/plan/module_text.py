@@ -6,8 +6,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardwise._layout import Mesh, Placement
-from shardwise._layout.parse import parse_placement
-from shardwise.errors import PlanError, did_you_mean
+from shardwise._layout.parse import parse_mesh, parse_placement
+from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -105,6 +105,34 @@ def _value(tree: object) -> str:
     return "[" + ", ".join(map(_value, tree)) + "]" if isinstance(tree, list) else json.dumps(tree)
 
 
+KEYS = {"format": str, "mesh": str, "units": list, "reshard": bool, "plan": dict}
+
+
+def plan_of_toml(format_name: str, content: Mapping[str, Any]) -> tuple[Mesh, dict[str, Entry], tuple[str, ...], bool]:
+    """The arguments of `toml_of` in the content of a file.
+
+    Raises:
+        PlanError, MeshError: the first thing that is no such plan.
+    """
+    for key in content:
+        if key not in KEYS:
+            raise PlanError(f"{key!r} is not a key of a plan.{did_you_mean(key, KEYS)} Fix: use {', '.join(KEYS)}.")
+    for key, kind in KEYS.items():
+        if not isinstance(content.get(key), kind):
+            raise PlanError(f"{key} is {content.get(key)!r}, expected {kind.__name__}. Fix: a file of `save`.")
+    if content["format"] != format_name:
+        raise PlanError(f"format is {content['format']!r}. Fix: a file with format = {format_name!r}.")
+    mesh, units, entries = parse_mesh(content["mesh"]), tuple(content["units"]), {}
+    if mesh.ndim > 2 or not all(isinstance(unit, str) for unit in units):
+        raise PlanError(f"units {list(units)} on {mesh}. Fix: paths of modules, on a mesh of one or two axes.")
+    for key, tree in content["plan"].items():
+        try:
+            entries[key] = entry_of_toml(tree)
+        except ShardwiseError as error:
+            raise PlanError(f"{key}: {error}") from error
+    return mesh, entries, units, content["reshard"]
+
+
 def entry_of_toml(tree: object) -> Entry:
     """The entry that a line has.
 
@@ -115,11 +143,9 @@ def entry_of_toml(tree: object) -> Entry:
         return parse_placement(tree)
     if not isinstance(tree, dict) or "style" not in tree:
         raise PlanError(f"{tree!r} is neither a placement nor a style. Fix: such as {{ style = 'ColwiseParallel' }}.")
-    name = tree["style"]
+    name = str(tree["style"])
     if name not in STYLES:
-        raise PlanError(
-            f"There is no style {name!r}.{did_you_mean(str(name), STYLES)} Fix: one of {', '.join(STYLES)}."
-        )
+        raise PlanError(f"There is no style {name!r}.{did_you_mean(name, STYLES)} Fix: one of {', '.join(STYLES)}.")
     known = {option.name for option in fields(STYLES[name])}
     options: dict[str, Any] = {key: _option(value) for key, value in tree.items() if key != "style"}
     if unknown := sorted(set(options) - known):

@@ -10,7 +10,7 @@ from shardwise._layout import Layout, Mesh, Placement
 from shardwise._lookups.bad_ids import Verdict
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, id_message
-from shardwise.embedding.batch import Features, IdRules, features_of
+from shardwise.embedding.batch import Batch, IdRules, features_of
 from shardwise.embedding.configs import EmbeddingBagConfig
 from shardwise.embedding.exchange.engine import Capacities
 from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index, request_rows
@@ -38,20 +38,17 @@ class StepBytes(NamedTuple):
 class _Rank:
     """What one rank requests, batch after batch."""
 
-    def __init__(self, routes: Routes, features: Features, by_bags: bool, element_size: int) -> None:
-        self.routes, self.features, self.by_bags = routes, features, by_bags
+    def __init__(self, routes: Routes, by_bags: bool, element_size: int) -> None:
+        self.routes, self.by_bags = routes, by_bags
         self.pooling, self.capacities = PoolingChoice(element_size), Capacities(len(routes.plan.ranks))
 
-    def request(self, features: KeyedJaggedTensor, rules: IdRules, weighted: bool) -> tuple[IdRequest, Verdict]:
-        given = self.features.batch(features, weighted, torch.device("cpu"))
-        batch, verdict = rules.apply(given)
-        rules.raise_for([verdict])
+    def request(self, batch: Batch) -> IdRequest:
         index = make_batch_index(self.routes, batch.bags)
         if self.by_bags:
-            return self.pooling.request(index, batch), verdict
+            return self.pooling.request(index, batch)
         feature = index.feature_of_bag[batch.bag]
         dims = self.routes.dims[feature]
-        return request_rows(self.routes, batch.values, feature, dims.cumsum(0) - dims, int(dims.sum())), verdict
+        return request_rows(self.routes, batch.values, feature, dims.cumsum(0) - dims, int(dims.sum()))
 
     def message(self, request: IdRequest, verdict: Verdict) -> IdMessage:
         """Message 1, not sent."""
@@ -64,7 +61,11 @@ class _Rank:
 def step_messages(
     request: Request, placements: Mapping[str, Placement], batches: Sequence[KeyedJaggedTensor], steps: int
 ) -> StepBytes:
-    """The bytes of the last of several equal steps."""
+    """The bytes of the last of several equal steps.
+
+    Raises:
+        IdError: what a step would raise on every rank.
+    """
     mesh = Mesh((request.topology.ranks,))
     tables = [
         Table(
@@ -78,18 +79,20 @@ def step_messages(
     plan, by_bags = make_plan(tables), isinstance(request.tables[0], EmbeddingBagConfig)
     features, sizes = features_of(request.tables), request.dtypes
     rules = IdRules(features, skips_padding=by_bags)
-    ranks = [
-        _Rank(make_routes(plan, rank, torch.device("cpu"), Kernels()), features, by_bags, sizes.forward.itemsize)
-        for rank in plan.ranks
-    ]
+    cpu = torch.device("cpu")
+    given = [rules.apply(features.batch(batch, request.weighted, cpu)) for batch in batches]
+    rules.raise_for([verdict for _, verdict in given], plan.ranks)
+    ranks = [_Rank(make_routes(plan, rank, cpu, Kernels()), by_bags, sizes.forward.itemsize) for rank in plan.ranks]
     for _ in range(steps):
-        requests = [one.request(batch, rules, request.weighted) for one, batch in zip(ranks, batches, strict=True)]
-        messages = [one.message(*of_rank) for one, of_rank in zip(ranks, requests, strict=True)]
+        requests = [one.request(batch) for one, (batch, _) in zip(ranks, given, strict=True)]
+        messages = [
+            one.message(of_rank, verdict) for one, of_rank, (_, verdict) in zip(ranks, requests, given, strict=True)
+        ]
         ids = _bytes_of_ids(messages)
         lengths = np.array([message.lengths for message in messages])
         for number, one in enumerate(ranks):
             one.capacities.adapt(lengths[number].tolist(), lengths[:, number].tolist())
-    received, sent = (np.array([getattr(x.results, name) for x, _ in requests]) for name in ("received", "sent"))
+    received, sent = (np.array([getattr(x.results, name) for x in requests]) for name in ("received", "sent"))
     np.fill_diagonal(received, 0)
     np.fill_diagonal(sent, 0)
     return StepBytes(ids, received.sum(0) * sizes.forward.itemsize, sent.sum(1) * sizes.backward.itemsize)

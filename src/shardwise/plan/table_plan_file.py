@@ -18,9 +18,12 @@ from typing import Any
 
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Placement, Replicate, Shard, read_toml
 from shardwise.embedding.configs import EmbeddingConfig
-from shardwise.errors import PlanError, ShardwiseError, did_you_mean, without_fix
+from shardwise.errors import MeshError, PlanError, ShardwiseError, did_you_mean, without_fix
 
 FORMAT = "shardwise plan of tables 1"
+KEYS = ("format", "ranks", "device_type", "gap", "milliseconds", "tables")
+# What a line has beside the rows, columns and dtype of its table.
+FORMS = [{"dim", "ranks", "sizes"}, {"dim"}, {"ranks"}, {"boxes"}, set[str]()]
 
 
 def held_by(placement: Placement) -> list[int] | None:
@@ -87,8 +90,16 @@ def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[Mesh, fl
     ranks, found, gap = content.get("ranks"), content.get("tables"), content.get("gap", 0.0)
     if content.get("format") != FORMAT:
         raise PlanError(f"{path}: its format is {content.get('format')!r}, expected {FORMAT!r}. Fix: TablePlan.save.")
-    if not isinstance(ranks, int) or ranks < 1 or not isinstance(found, dict) or not isinstance(gap, int | float):
+    for key in content:
+        if key not in KEYS:
+            meant = did_you_mean(key, KEYS)
+            raise PlanError(f"{path}: {key!r} is not a key of a plan.{meant} Fix: use {', '.join(KEYS)}.")
+    if type(ranks) is not int or ranks < 1 or not isinstance(found, dict) or not isinstance(gap, int | float):
         raise PlanError(f"{path}: expected ranks, a number, and tables. Fix: a file of TablePlan.save.")
+    try:
+        mesh = Mesh((ranks,), device_type=str(content.get("device_type", "cpu")))
+    except MeshError as error:
+        raise PlanError(f"{path}: {error}") from None
     names = [config.name for config in tables]
     for name in found:
         if name not in names:
@@ -108,27 +119,37 @@ def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[Mesh, fl
                 )
         try:
             placements[config.name] = _placement(row, ranks)
-            Layout(Mesh((ranks,)), (placements[config.name],), (config.num_embeddings, config.embedding_dim))
+            Layout(mesh, (placements[config.name],), (config.num_embeddings, config.embedding_dim))
         except (ShardwiseError, LookupError, TypeError, ValueError) as error:
             why = without_fix(error) if isinstance(error, ShardwiseError) else "ranks, dim, sizes or boxes do not fit"
             raise PlanError(f"{path}: table {config.name}: {why}. Fix: a file of TablePlan.save.") from None
-    return Mesh((ranks,), device_type=str(content.get("device_type", "cpu"))), float(gap), placements
+    return mesh, float(gap), placements
 
 
 def _placement(row: Mapping[str, Any], ranks: int) -> Placement:
-    extra = set(row) - {"rows", "columns", "dtype", "dim", "ranks", "sizes", "boxes"}
-    if extra:
-        raise PlanError(f"unknown key {min(extra)!r}. Fix: none.")
+    given = {key: value for key, value in row.items() if key not in ("rows", "columns", "dtype")}
+    for key, value in given.items():
+        if not any(key in form for form in FORMS):
+            raise PlanError(f"unknown key {key!r}. Fix: none.")
+        if not _are_natural(value):
+            raise PlanError(f"{key} is {value!r}, expected numbers of 0 or more. Fix: these.")
+    if set(given) not in FORMS:
+        raise PlanError(f"{' and '.join(given)} say no placement. Fix: dim; dim, ranks and sizes; ranks; or boxes.")
     if "boxes" in row:
         boxes: list[list[tuple[tuple[int, int], tuple[int, int]]]] = [[] for _ in range(ranks)]
         for rank, first, col, rows, cols in row["boxes"]:
             boxes[rank].append(((first, col), (rows, cols)))
         return Boxes(boxes)
-    if "dim" in row and "sizes" in row:
+    if "sizes" in row:
         sizes = [0] * ranks
         for rank, size in zip(row["ranks"], row["sizes"], strict=True):
             sizes[rank] = size
         return Shard(row["dim"], sizes)
     if "dim" in row:
         return Shard(row["dim"])
-    return OnRanks(row["ranks"][0]) if "ranks" in row else Replicate()
+    return OnRanks(*row["ranks"]) if "ranks" in row else Replicate()
+
+
+def _are_natural(value: object) -> bool:
+    """Whether all numbers of a list are integers of 0 or more."""
+    return all(map(_are_natural, value)) if isinstance(value, list) else type(value) is int and value >= 0

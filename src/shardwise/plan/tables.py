@@ -1,16 +1,17 @@
 """`plan_tables`, and the plan that it returns: placements, their proof, and their reasons."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Placement, Placements, checked
 from shardwise._pictures.labels import bytes_text, count_text, named_ranks
 from shardwise._pictures.report import Report, table_text
@@ -21,6 +22,7 @@ from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.plan.assignment import MEMORY, Assignment, Floats
+from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, run_steps
 from shardwise.plan.fit import fits_text
 from shardwise.plan.page import tables_page
 from shardwise.plan.search import replacements
@@ -35,30 +37,6 @@ from shardwise.simulation.topology import Topology
 SHOWN = 40  # tables, the largest; of others the numbers
 RANKS_WIDTH = 20  # characters of ranks; of more their number
 SENT = [phase for phase in range(len(PHASES)) if phase not in COMPUTED]
-
-
-class PlanChange(NamedTuple):
-    """By how much another choice differs; above 0 it needs more.
-
-    Attributes:
-        sharding: the other choice.
-        milliseconds: of a step.
-        sent_bytes: of the rank that sends and receives most in a step.
-        memory: bytes of the fullest rank.
-    """
-
-    sharding: str
-    milliseconds: float
-    sent_bytes: int
-    memory: int
-
-    def __str__(self) -> str:
-        sign = "-" if self.memory < 0 else "+"
-        sent = "-" if self.sent_bytes < 0 else "+"
-        return (
-            f"{self.sharding}: {self.milliseconds:+.3f} ms a step, {sent}{bytes_text(abs(self.sent_bytes))} sent, "
-            f"{sign}{bytes_text(abs(self.memory))} of memory"
-        )
 
 
 class TablePlan(Report, Mapping[str, Placement]):
@@ -186,6 +164,10 @@ class TablePlan(Report, Mapping[str, Placement]):
             batches: of each rank.
             steps: how many times they are looked up; the bytes are those of the last time. Messages of ids get the
                 size of earlier ones.
+
+        Raises:
+            PlanError: other batches than one of each rank.
+            IdError: an id outside of its table, as in a step.
         """
         planned = self._known
         if len(batches) != self.ranks:
@@ -193,6 +175,34 @@ class TablePlan(Report, Mapping[str, Placement]):
                 f"sent_bytes: {len(batches)} batches, and the plan has {self.ranks} ranks. Fix: the batch of each rank."
             )
         return step_messages(planned.request, self._placements, batches, steps)
+
+    @checked
+    def check(self, step: Callable[[], object], batch: KeyedJaggedTensor) -> PlanCheck:
+        """The plan beside steps that run: bytes, memory and time. All ranks call it together.
+
+            print(plan.check(lambda: train_step(sharded, batch), batch))
+
+        Args:
+            step: looks `batch` up in the sharded collection, which looked up nothing before, and calls backward. It
+                runs five times.
+            batch: of this rank.
+        """
+        ranks, fullest = self.mesh.sorted_ranks, int(self.memory.argmax())
+        own = [batch.keys(), batch.values().tolist(), batch.lengths().tolist(), batch.stride_per_key()]
+        batches = [
+            KeyedJaggedTensor(keys, torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids)),
+                              lengths=torch.tensor(lengths), stride_per_key=strides)
+            for keys, ids, lengths, strides in collectives.gather_json(own, ranks)
+        ]  # fmt: skip
+        predicted = self.sent_bytes(batches, steps=2)
+        runs = run_steps(step, self.mesh, fullest)
+        planned, sent = dict[str, int](), dict[str, int]()
+        for rank, run in zip(ranks, runs, strict=True):
+            planned |= {f"{name}, rank {rank}": int(of_ranks[rank]) for name, of_ranks in predicted._asdict().items()}
+            of_tables = {cause.partition(" of an embedding collection"): n for cause, n in run.sent.items()}
+            sent |= {f"{name}, rank {rank}": n for (name, is_theirs, _), n in of_tables.items() if is_theirs}
+        memory = Figure(float(self.memory[fullest]), runs[fullest].memory)
+        return check_of(planned, sent, memory, 1e-3 * self.milliseconds, runs)
 
     # ---- text and files --------------------------------------------------------------------------------------
 

@@ -164,11 +164,11 @@ def _counterpart(part: Mesh, mesh: Mesh, rank: int) -> int:
     return counterpart if counterpart in part.ranks else rank
 
 
-def without_values(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and floating buffers have no values."""
+def without_values(module: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy whose parameters and floating buffers have no values, on a device."""
     memo: dict[int, object] = {}
     for x in [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]:
-        empty = torch.empty(x.shape, dtype=x.dtype)
+        empty = torch.empty(x.shape, dtype=x.dtype, device=device)
         memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
     return copy.deepcopy(module, memo)
 

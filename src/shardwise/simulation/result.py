@@ -1,8 +1,8 @@
 """What a simulation finds: classes of equal ranks, with their memory and their collectives."""
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
@@ -20,6 +20,7 @@ SHOWN_CAUSES = 12
 SHOWN_CLASSES = 8
 NAMED = 30  # characters of ranks
 CAUSE = 100  # characters of one
+OWN = "an exchange of the library's own"
 _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
 
 
@@ -58,7 +59,7 @@ class Recorded(Listener):
         for x in known:
             if x.src is not None and x.dst is not None:
                 self.redistributions[x.src.unowned, x.dst.unowned] = None
-        text = str(known[0].cause) if known else "an exchange of the library's own"
+        text = str(known[0].cause) if known else OWN
         backward = bool(known) and known[0].cause.backward
         self.collectives.append(Collective(kind, (), text, sent_bytes, backward=backward))
 
@@ -66,6 +67,15 @@ class Recorded(Listener):
         """Complete the last collective."""
         if self.collectives and not self.collectives[-1].ranks:  # else it was muted
             self.collectives[-1] = replace(self.collectives[-1], ranks=ranks, received_bytes=num_bytes)
+
+
+def sent_by_cause(collectives: Iterable[Collective]) -> dict[str, int]:
+    """What a rank sends for each cause, layers together; without checks and other exchanges of the library."""
+    found: Counter[str] = Counter()
+    for one in collectives:
+        if one.cause != OWN:
+            found[one.cause_of_layers] += one.sent_bytes
+    return dict(found)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _resolved(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args:
     if rule.rows is no_rows:
         why = f"{name_of(func)} is decomposed into other ops" if rule.decomposition else "it has no rule"
         raise NoRowError(why)
-    call = _slotted(func, args, kwargs)
+    call = slotted(func, args, kwargs)
     rule = _in_place_rule(func, call.name, rule, args, kwargs)
     python = rule.native is None and _is_python(func)
     recipe = resolve.recipe(rule.native or func, python, rule, call, _choice(costs, key, rule, call))
@@ -162,7 +162,8 @@ def _resolved(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args:
     return recipe
 
 
-def _slotted(func: Op, args: Args, kwargs: Kwargs) -> SlottedCall:
+def slotted(func: Op, args: Args, kwargs: Kwargs) -> SlottedCall:
+    """A call with slots for its DTensors."""
     operands: list[tuple[Layout, torch.dtype]] = []
 
     def slot(x: Any) -> Any:
