@@ -147,7 +147,7 @@ def row(family: Family, ranks: int) -> list[object]:
     plan = plan_module(model, topology, family.batch(ranks), forward=loss_of)
     seconds = process_time() - begun
     assert plan.step is not None
-    found = [f"{family.name} x {ranks}", f"{seconds:.1f}", _shape(plan.mesh), f"{100 * plan.gap:.1f} %"]
+    found: list[object] = [f"{family.name} x {ranks}", f"{seconds:.1f}", _shape(plan.mesh), f"{100 * plan.gap:.1f} %"]
     found += [f"{1e3 * plan.seconds:.1f}", f"{1e3 * plan.step.seconds:.1f}"]
     steps = list(by_hand(family, model, topology))
     hand = min((step for step in steps if step[1].shape[1] > 1), key=lambda step: step[0], default=None)

@@ -77,7 +77,7 @@ def test_the_machine_is_a_preset_or_the_usual_one_of_a_device(
     machine: list[str], topology: Topology, capsys: Captured
 ) -> None:
     assert cli.main(["simulate", "my_steps:train", "--mesh", "tp=9", *machine]) == 0
-    from my_steps import train  # type: ignore[import-not-found]  # written above
+    from my_steps import train
 
     mesh = Mesh((9,), names=("tp",), device_type=topology.device_type)
     assert capsys.readouterr().out == f"{simulate(train, mesh=mesh, topology=topology)}\n"

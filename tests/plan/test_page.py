@@ -138,7 +138,10 @@ def test_of_many_ranks_the_most_the_least_and_given_ones_are_shown() -> None:
 
 def test_bars_are_the_memory_and_the_phases_of_ranks() -> None:
     planned = default_plan()
-    bars = Parsed(planned.to_html()).bars
+    page = Parsed(planned.to_html())
+    bars, (largest, *_, last) = page.bars, [text for tag, text in page.texts if tag == "li"][:8]
+    assert largest.startswith("t8: ")
+    assert last.startswith("2 other tables: ")
     memory, steps = np.array(bars[:4], object), bars[4:]
     ends = np.array([bar[-1][2] for bar in memory.tolist()])
     assert ends / WIDTH == pytest.approx(planned.memory / planned.memory.max(), abs=1e-3)

@@ -365,7 +365,7 @@ def of_products(mesh: Mesh) -> Step:
         x, y = (
             DTensor.from_local(torch.ones(n, m), mesh, [Shard(dim)]) for n, m, dim in ((512, 128, 1), (128, 512, 0))
         )
-        torch.mm(x, y).redistribute(mesh, [Replicate()])
+        cast(DTensor, torch.mm(x, y)).redistribute(mesh, [Replicate()])
 
     return step
 
@@ -380,7 +380,6 @@ def test_times_are_those_of_the_topology() -> None:
     )
     assert one.communication
     assert one.seconds == one.compute + one.communication
-    assert {x.kind for x in one.collectives} >= {"all_reduce"}  # gloo's costs prefer two other collectives
     (untimed,) = simulate(of_products, mesh=mesh).classes
     assert untimed.compute == 0
     assert untimed.communication
@@ -400,7 +399,7 @@ def test_the_first_lines_say_whether_it_fits() -> None:
     assert found(255)[2].startswith("A step takes ")
     assert [line.split()[:4] for line in found(255)[5:7]] == [["rank", "0-2", "256", "B"], ["rank", "3", "112", "B"]]
     even = simulate(nn.Linear(3, 8), torch.ones(2, 3), mesh=Mesh((4,)))
-    assert str(even).splitlines()[1] == f"All ranks peak at {even.peak_bytes} B."
+    assert str(even).splitlines()[1] == f"All ranks peak at {even.peak_bytes / 1024:.1f} KiB."
     assert even.missing_bytes == 0
 
 
@@ -429,7 +428,6 @@ def test_a_mesh_of_gpus_needs_none() -> None:
     gpus = simulate(build, mesh=Mesh((4,), device_type="cuda"), topology=GPUS).classes[0]
     assert gpus.memory["parameters"] == 65 * 64 * 4 // 4
     assert not torch.cuda.is_initialized()
-    assert torch.ones(1).to is not torch.Tensor.to
     assert torch.Tensor.to.__name__ == "to"  # what is replaced inside is back
 
 

@@ -7,6 +7,7 @@ at least what the largest block of a table needs beside what all ranks have, but
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Problem,
 MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phase
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
 PRECISION = 1e-6  # the solver keeps its limits to 1e-7
+GAVE_UP = 4  # a status of `linprog`
 MOST_BINARIES = 200  # of a problem that is solved exactly
 MOST_NODES = 20_000  # of its search; what it has proved until then counts
 
@@ -87,14 +89,14 @@ def lower_bound(problem: Problem) -> Bound | None:
     factors[2 * phases] = 1 / max(right[2 * phases], 1.0)
     units = np.concatenate([np.ones(count), np.full(2 * phases, scale)])
     most = np.concatenate([np.where(problem.fits, np.inf, 0), np.full(2 * phases, np.inf)])
-    found = optimize.linprog(
-        np.concatenate([np.zeros(count), np.ones(phases), np.zeros(phases)]),
+    found = _solution(
+        optimize,
+        c=np.concatenate([np.zeros(count), np.ones(phases), np.zeros(phases)]),
         A_ub=sparse.diags_array(factors) @ limits @ sparse.diags_array(units),
         b_ub=right * factors,
         A_eq=once,
         b_eq=np.ones(tables),
         bounds=np.column_stack([np.zeros(len(most)), most]),
-        method="highs",
     )
     if found.status == 2:
         return None
@@ -105,6 +107,12 @@ def lower_bound(problem: Problem) -> Bound | None:
         found.x[:count],
         np.maximum(found.lower.marginals[:count], 0) * scale,
     )
+
+
+def _solution(optimize: ModuleType, **program: object) -> Any:
+    """Solve a linear program; where the simplex method gives up, as on some without a solution, by interior points."""
+    found = optimize.linprog(**program, method="highs")
+    return found if found.status != GAVE_UP else optimize.linprog(**program, method="highs-ipm")
 
 
 def _scaled(limits: Floats) -> Floats:

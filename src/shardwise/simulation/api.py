@@ -40,14 +40,11 @@ def simulate(
     The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
     nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
     there is False (`if bad.any()`), which the result says. Shapes, dtypes and strides are those of a run; devices are
-    CPUs, also where the program asks for others. The first step is not counted, because in it optimizers make their
-    states.
+    CPUs, whatever the program asks for. The first step is not counted, because in it optimizers make their states.
 
-    An op takes the time of its floating-point operations, or of the bytes that it touches if that is longer. A
-    collective takes that of the cost tables. Nothing overlaps.
+    An op takes the time of its FLOPs, or of the bytes that it touches if that is longer. Nothing overlaps.
 
-    Other ranks are taken to send what this one sends to itself. So where sizes depend on data (ids of a lookup), each
-    rank receives from every rank as many as it keeps; plain batches of ranks have equal shapes.
+    Other ranks are taken to send what this one sends to itself: as many ids of a lookup from each rank as it keeps.
 
     Memory is that of storages which ops return; not what a kernel, an allocator or a network library takes for itself.
 
@@ -69,25 +66,13 @@ def simulate(
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
         MeshError: the mesh has other ranks, or more than the topology, or other devices.
-        ArgumentError: inputs or a plan beside a function, or a function that returns no function.
+        ArgumentError: inputs or a plan beside a function, or a function that returns none.
     """
-    if mesh.sorted_ranks != tuple(range(mesh.size())):
-        raise MeshError(
-            f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
-            f"Fix: Mesh({mesh.shape}), without ranks=."
-        )
-    if topology is not None and (mesh.size() > topology.ranks or mesh.device_type != topology.device_type):
-        raise MeshError(
-            f"simulate: {mesh} has {mesh.size()} ranks on {mesh.device_type}, and the topology {topology.ranks} on "
-            f"{topology.device_type}. Fix: more hosts, and Mesh(…, device_type={topology.device_type!r})."
-        )
-    if not isinstance(fn_or_module, nn.Module) and (inputs or plan is not None):
-        raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
+    _check(mesh, topology, isinstance(fn_or_module, nn.Module) or not (inputs or plan is not None))
     build = fn_or_module
-    if isinstance(fn_or_module, nn.Module):
-        sharding = plan or {}
+    if isinstance(build, nn.Module):
         build = training(
-            fn_or_module, lambda copy, mesh: shard_module(copy, sharding, mesh=mesh), lambda copy: copy(*inputs)
+            build, lambda copy, mesh: shard_module(copy, plan or {}, mesh=mesh), lambda copy: copy(*inputs)
         )
     classes: list[RankClass] = []
     assumed: dict[str, None] = {}
@@ -99,6 +84,22 @@ def simulate(
         assumed |= dict.fromkeys(_assumptions(clock))
         left = sorted({*left}.difference(equal))
     return Simulation(mesh, tuple(classes), topology, tuple(assumed))
+
+
+def _check(mesh: Mesh, topology: Topology | None, takes_arguments: bool) -> None:
+    """Raise unless `simulate` can have such arguments."""
+    if mesh.sorted_ranks != tuple(range(mesh.size())):
+        raise MeshError(
+            f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
+            f"Fix: Mesh({mesh.shape}), without ranks=."
+        )
+    if topology is not None and (mesh.size() > topology.ranks or mesh.device_type != topology.device_type):
+        raise MeshError(
+            f"simulate: {mesh} has {mesh.size()} ranks on {mesh.device_type}, and the topology {topology.ranks} on "
+            f"{topology.device_type}. Fix: more hosts, and Mesh(…, device_type={topology.device_type!r})."
+        )
+    if not takes_arguments:
+        raise ArgumentError("simulate: inputs and plan are those of a module. Fix: use them in the function.")
 
 
 def simulate_rank(

@@ -383,16 +383,15 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The function with the CPU for the device that it names: torch without CUDA refuses others before any op."""
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: object, **kwargs: object) -> Tensor:
         return function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
 
     return call
 
 
-def _stand_in(value: Any) -> Any:
+def _stand_in(value: object) -> object:
     """The CPU for another device, which tensors without values are on; other values as they are."""
-    is_device = isinstance(value, str | torch.device)
-    return CPU if is_device and torch.device(value).type != "meta" else value
+    return CPU if isinstance(value, str | torch.device) and torch.device(value).type != "meta" else value
 
 
 def _reading(name: str) -> Callable[..., Any]:

@@ -175,10 +175,10 @@ class Simulation(Report):
             lines += ["", table_text([head, *rows], "lrrrr", width)]
         fullest = by_peak[0]
         memory = [(role, bytes_text(n)) for role, n in (*fullest.memory.items(), ("all", fullest.peak_bytes)) if n]
-        head = named_ranks(fullest.ranks, NAMED) if by_peak[1:] else "each rank"
+        who = named_ranks(fullest.ranks, NAMED) if by_peak[1:] else "each rank"
         lines += [
             "",
-            table_text([(f"{head}, at the peak", ""), *memory], "lr", width),
+            table_text([(f"{who}, at the peak", ""), *memory], "lr", width),
             "",
             self._traffic(fullest, width),
         ]
