@@ -102,11 +102,10 @@ def test_pinned_globs_add_up_and_what_if_changes_nothing_else() -> None:
 def test_a_change_by_hand_is_priced_as_it_is() -> None:
     planned = residual_plan(Mesh((2, 2)))
     assert planned.units == ("layers.0", "layers.1", "")
-    for changes in (
-        {"units": ("layers.1", "")},
-        {"reshard": not planned.reshard},
-        {"styles": {"norm.weight": Shard(0)}},
-    ):
+    cases: list[dict[str, Any]] = [
+        {"units": ("layers.1", "")}, {"reshard": not planned.reshard}, {"styles": {"norm.weight": Shard(0)}},
+    ]  # fmt: skip
+    for changes in cases:
         change, other = planned.what_if(**changes)
         by_hand = replace(planned, **{**changes, "styles": other.styles})
         price = price_module(Residual(), by_hand, CPU, (torch.empty(64, 256),), forward=loss_of)
@@ -129,7 +128,7 @@ def checked_plan(planned: ModulePlan, extra: bool = False, price: Any = None) ->
         optimizer.zero_grad()
         loss_of(model, torch.ones(rows, 256)).backward()
         if extra:
-            next(iter(model.parameters())).full_tensor()  # type: ignore[operator]
+            next(iter(model.parameters())).full_tensor()  # type: ignore[attr-defined]
         optimizer.step()
 
     return planned.check(step, price)
@@ -289,7 +288,11 @@ def test_a_corrupted_file_is_refused_in_a_sentence_or_says_the_same(kind: str, t
     if kind == "tables":
         plan(TABLES, pinned={"t0": Shard(1, (8, 0, 0, 8)), "t2": Shard(0)}).save(path)
     else:
-        styles = {"a": ColwiseParallel(unit=4), "b.*": RowwiseParallel(sizes=(1, 2)), "w": Shard(1, (3, 4))}
+        styles: dict[str, Any] = {
+            "a": ColwiseParallel(unit=4),
+            "b.*": RowwiseParallel(sizes=(1, 2)),
+            "w": Shard(1, (3, 4)),
+        }
         ModulePlan(Mesh((4, 2), names=("dp", "tp")), styles, ("layers.0", "")).save(path)
     text = path.read_text()
     changed = [text[: m.start(1)] + new + text[m.end(1) :]
