@@ -49,7 +49,8 @@ class Residual(nn.Module):
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
 
 
 @cache
