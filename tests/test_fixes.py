@@ -34,6 +34,11 @@ PASSED_ON = {
     "_tensor/dispatch/resolve.py": {"candidates", "_candidates", "results"},  # the same
     "_tensor/dtensor.py": {"_raise_rule_error"},
     "_torch_bridge/module_sharding.py": {"refuse"},
+    "_cli/plan.py": {"run"},
+    "_cli/table_files.py": {"_add"},
+    "plan/module_plan.py": {"_planned", "apply", "load"},
+    "plan/module_text.py": {"plan_of_toml"},
+    "plan/table_plan_file.py": {"read_tables"},
     "testing/pool.py": {"_revive"},  # what the user's function raised
     "testing/simulated.py": {"run"},
 }

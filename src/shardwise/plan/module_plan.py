@@ -54,7 +54,7 @@ class ModulePlan(Report):
         memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
         tried: shapes of the mesh.
-        origin: what the plan was made of.
+        origin: what the plan was made of; None for a plan of a file, or of another process.
     """
 
     mesh: Mesh
@@ -68,6 +68,10 @@ class ModulePlan(Report):
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
     origin: "Origin | None" = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the module, so that a plan can be sent to ranks."""
+        return vars(self) | {"origin": None}
 
     @property
     def gap(self) -> float:
