@@ -10,7 +10,7 @@ collectives are measured first, by `shardwise doctor --calibrate`.
 import argparse
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from measure import machine
 from plan_steps_modules import modules
-from step_measure import Measured, Predicted, counted_step, measure_step, report
+from step_measure import Measured, Predicted, counted_step, measure_steps, report
 from torch import nn
 
 from shardwise import OnRanks, Placement, Replicate, Shard, init_device_mesh, launch
@@ -85,11 +85,12 @@ def run(tables: Tables, plans: Sequence[Plan], rounds: int) -> list[Measured]:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     batch = tables.draw(rank)
     gradient = torch.randn(tables.batch.bags, sum(config.embedding_dim for config in tables.configs))
-    found = []
-    for plan in plans:
+
+    def step_of(plan: Plan) -> Callable[[], object]:
         sharded = shard_embeddings(EmbeddingBagCollection(tables.configs, device="meta"), plan, mesh, OPTIMIZER)
-        found.append(measure_step(lambda one=sharded: one(batch).values().backward(gradient), rounds))  # type: ignore[misc]
-    return found
+        return lambda: sharded(batch).values().backward(gradient)
+
+    return measure_steps([step_of(plan) for plan in plans], rounds)
 
 
 def of_tables(topology: Topology, count: int, rounds: int, quick: bool) -> None:

@@ -1,11 +1,11 @@
 """The transformer of `plan_steps.py`: plans by hand on meshes of all shapes; predicted and measured steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from step_measure import Measured, Predicted, measure_step, report
+from step_measure import Measured, Predicted, measure_steps, report
 from torch import Tensor, nn
 
 from shardwise import Mesh, Replicate, launch
@@ -63,21 +63,22 @@ def batch_of(sizes: ModelArgs) -> Sequence[Tensor]:
 def run(sizes: ModelArgs, plans: Sequence[ModulePlan], rounds: int) -> list[Measured]:
     """Runs on ranks."""
     torch.set_num_threads(1)
-    found = []
-    for plan in plans:
+
+    def step_of(plan: ModulePlan) -> Callable[[], object]:
         torch.manual_seed(0)
         model, data = plan.apply(Transformer(sizes)), plan.mesh.shape[0]
         part = dist.get_rank() // (plan.mesh.size() // data)
-        tokens, targets = (x.chunk(data)[part] for x in batch_of(sizes))
+        batch = [x.chunk(data)[part] for x in batch_of(sizes)]
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
-        def step(model: nn.Module = model, batch: Sequence[Tensor] = (tokens, targets), optimizer=optimizer) -> None:  # type: ignore[no-untyped-def]
+        def step() -> None:
             optimizer.zero_grad()
             loss_of(model, *batch).backward()
             optimizer.step()
 
-        found.append(measure_step(step, rounds))
-    return found
+        return step
+
+    return measure_steps([step_of(plan) for plan in plans], rounds)
 
 
 def modules(topology: Topology, count: int, rounds: int, quick: bool) -> None:

@@ -34,29 +34,32 @@ class Predicted:
     memory: float  # of the fullest rank
 
 
-def measure_step(step: Callable[[], object], rounds: int) -> Measured:
-    """Runs on ranks: two steps to warm up, those that are timed, one whose bytes are counted, one for memory."""
-    for _ in range(2):
-        step()
+def measure_steps(steps: Sequence[Callable[[], object]], rounds: int) -> list[Measured]:
+    """Runs on ranks. Steps take turns, so that a slow moment of the machine is not one step's: two rounds to warm up,
+    those that are timed, one whose bytes are counted, one for memory."""
+    times = np.zeros((rounds + 2, len(steps)))
     gc.collect()
     gc.disable()
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        begun = perf_counter()
-        step()
-        times.append(perf_counter() - begun)
+    for of_round in times:
+        for number, step in enumerate(steps):
+            dist.barrier()
+            begun = perf_counter()
+            step()
+            of_round[number] = perf_counter() - begun
     gc.enable()
-    with count_comms() as comms:
-        step()
-    with Memory(allocate=True) as memory:
-        step()
-    held = sum(Roles(memory).at_peak(0).values())
-    slowest = torch.tensor(times, dtype=torch.float64)
+    slowest = torch.from_numpy(times)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    each: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(each, (comms.total_bytes, held))
-    return Measured(slowest.tolist(), *map(list, zip(*each, strict=True)))
+    found = []
+    for step, of_step in zip(steps, slowest[2:].T.tolist(), strict=True):
+        with count_comms() as comms:
+            step()
+        with Memory(allocate=True) as memory:
+            step()
+        held = sum(Roles(memory).at_peak(0).values())
+        each: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+        dist.all_gather_object(each, (comms.total_bytes, held))
+        found.append(Measured(of_step, *map(list, zip(*each, strict=True))))
+    return found
 
 
 def counted_step(rounds: int) -> int:
