@@ -128,8 +128,9 @@ class _Styles:
             options |= {"output_layouts": left} if left not in (None, last) else {}
             return ColwiseParallel(**options)
         assert dim == dims[INPUT_FEATURES]
-        entering = self.graph.nodes[self.inside[path][0]].operands[0]
-        if not self.graph.nodes[entering.node].of_parameters and not isinstance(self.modules[path], nn.Embedding):
+        inside = [self.graph.nodes[number] for number in self.inside[path]]
+        entering = [self.graph.nodes[node.operands[0].node] for node in inside]
+        if not all(x.of_parameters for x in entering) and not isinstance(self.modules[path], nn.Embedding):
             options["input_layouts"] = REPLICATE  # a plain tensor, which every rank has
         options |= {"output_layouts": left} if left not in (None, REPLICATE) else {}
         return RowwiseParallel(**options)
@@ -139,7 +140,7 @@ class _Styles:
         for number in self.inside[path]:
             for value, placement in zip(self.graph.nodes[number].operands, self.chosen[number].inputs, strict=True):
                 source = self.graph.nodes[value.node]
-                if source.kind == INPUT:
+                if source.kind in (INPUT, OP) and not source.of_parameters:
                     return None
                 if source.of_parameters and source.kind != PARAMETER and source.module != path:
                     return placement
@@ -155,7 +156,7 @@ class _Styles:
         """Redistributions of the arguments and of the result of a module."""
         enter: list[Entry] = []
         leave: list[Entry] = []
-        arguments: dict[str, tuple[Placement, Placement]] = {}
+        arguments: dict[str, Placement] = {}
         for number in self.inside[path]:
             node = self.graph.nodes[number]
             enters = node.kind == BOUNDARY and not node.is_output
@@ -165,7 +166,7 @@ class _Styles:
                     have = self.chosen[value.node].outputs[value.result]
                     outside = source.of_parameters and source.kind != PARAMETER and source.module != path
                     if outside and have != wanted:
-                        arguments.setdefault(_argument(module, node.name if enters else "0"), (have, wanted))
+                        arguments.setdefault(_argument(module, node.name if enters else "0"), wanted)
             if node.is_output and not leave:  # of several calls the first that differs
                 (value,) = node.operands
                 have, wanted = self.chosen[value.node].outputs[value.result], self.chosen[number].outputs[0]
@@ -175,8 +176,8 @@ class _Styles:
                     ))  # fmt: skip
         if arguments:
             enter.append(PrepareModuleInput(
-                input_kwarg_layouts={name: have for name, (have, _) in arguments.items()},
-                desired_input_kwarg_layouts={name: wanted for name, (_, wanted) in arguments.items()},
+                input_kwarg_layouts=dict.fromkeys(arguments, REPLICATE),  # of plain tensors
+                desired_input_kwarg_layouts=arguments,
             ))  # fmt: skip
         return enter + leave
 
