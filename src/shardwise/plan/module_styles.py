@@ -73,8 +73,8 @@ class _Styles:
                 found[name] = [placement]
         if self.graph.returns_tensor and self.graph.result(self.graph.outputs[0]).shape:
             (value,) = self.graph.outputs
-            styled = any(isinstance(x, ColwiseParallel | RowwiseParallel) for x in found[self._module(value)])
-            if not (styled and self._returns_result(self._module(value))):
+            by_layer = any(isinstance(x, ColwiseParallel | RowwiseParallel) for x in found[self._module(value)])
+            if not (by_layer and self._returns_result(self._module(value))):
                 have = self.chosen[value.node].outputs[value.result]
                 found[""].append(PrepareModuleOutput(output_layouts=have, desired_output_layouts=REPLICATE))
         return {path: entries for path, entries in found.items() if entries}
