@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
-from shardwise import Mesh, Partial, Replicate, Shard
+from shardwise import Mesh, Partial, Placement, Replicate, Shard
 from shardwise import _collectives as collectives
 from shardwise._models import ModelArgs, Transformer
 from shardwise.errors import PlanError
@@ -184,6 +185,55 @@ def test_without_a_loss_every_rank_gets_the_full_plain_result(ranks: int) -> Non
 
     for found in world(ranks).run(body):
         assert_close(found, model(x))
+
+
+class Twice(nn.Module):
+    """A layer that runs twice, and one of another width; the first call of `layer` has a plain input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(32, 32), nn.Linear(32, 20)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(F.gelu(self.layer(x)))
+        return y, self.last(y)
+
+
+def same_as_one_process(
+    model: nn.Module, x: Tensor, mesh: Mesh, full_result: bool, **pinned: Placement
+) -> None:  # fmt: skip
+    plan = plan_module(model, replace(SLOW, ranks_per_host=mesh.size()), (x,), mesh=mesh, pinned=pinned)
+    parts = mesh.shape[0] if mesh.ndim > 1 else 1
+
+    def body() -> list[Tensor]:
+        part = x.chunk(parts)[collectives.rank() // (mesh.size() // parts)]
+        found = pytree.tree_leaves(plan.apply(copy.deepcopy(model))(part))
+        assert not full_result or {type(y) for y in found} == {Tensor}
+        return [full(y.detach()) for y in found]
+
+    for rank, found in enumerate(world(mesh.size()).run(body)):
+        own = x.chunk(parts)[rank // (mesh.size() // parts)]
+        assert_close(found, [y.detach() for y in pytree.tree_leaves(model(own))])
+
+
+@pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
+@pytest.mark.parametrize("shard", [Shard(0), Shard(1)], ids=str)
+def test_a_layer_whose_output_is_the_result_returns_all_of_it(mesh: Mesh, shard: Shard) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 32, dtype=torch.double)
+    same_as_one_process(nn.Linear(32, 20).double(), x, mesh, True, weight=shard)
+    pinned: dict[str, Placement] = {"0.weight": Replicate(), "1.weight": shard}
+    same_as_one_process(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 20)).double(), x, mesh, True, **pinned)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_module_that_runs_twice_computes_what_one_process_does(mesh: Mesh, placement: Placement) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 32, dtype=torch.double)
+    same_as_one_process(Twice().double(), x, mesh, False, **{"layer.weight": placement, "last.weight": Shard(0)})
+    again = nn.Sequential(block := Block(), block).double()
+    same_as_one_process(again, x, mesh, True, **{"0.inner.up.weight": placement})
 
 
 # ---- meshes and memory ----------------------------------------------------------------------------------------------

@@ -116,6 +116,25 @@ def test_a_change_by_hand_is_priced_as_it_is() -> None:
         assert other != planned
 
 
+def test_styles_are_added_to_those_that_follow_the_other_changes() -> None:
+    planned = perceptron_plan()
+    _, pinned = planned.what_if(pinned={"up.weight": Replicate(), "down.weight": Replicate()})
+    assert pinned.styles != planned.styles
+    _, both = planned.what_if(
+        pinned={"up.weight": Replicate(), "down.weight": Replicate()}, styles={"up.weight": Replicate()}
+    )
+    assert both.styles == {**pinned.styles, "up.weight": Replicate()}
+
+
+def test_a_change_by_hand_is_not_said_to_fit_or_to_be_at_the_bound() -> None:
+    planned = perceptron_plan()
+    assert "at the bound." in str(planned) or "above the bound." in str(planned)
+    assert planned.step is not None
+    _, other = replace(planned, memory=planned.step.peak_bytes - 1).what_if(reshard=not planned.reshard)
+    assert str(other).startswith("Does not fit: ")
+    assert "bound" not in str(other)
+
+
 # ---- a step beside its plan ------------------------------------------------------------------------------------------
 
 

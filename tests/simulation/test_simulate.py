@@ -553,3 +553,17 @@ def test_costs_of_a_simulation_choose_for_it_alone() -> None:
     free = dict.fromkeys(COLLECTIVES, Cost(0.0, 0.0))
     simulate(lambda _: product, mesh=Mesh((4,)), topology=replace(CPUS, measured=Costs("free", free, free)))
     assert world(4).run(product) == expected
+
+
+def test_a_module_with_complex_parameters_is_trained() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter = nn.Parameter(torch.ones(8, 5, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.filter).abs()
+
+    found = simulate(Spectrum(), torch.ones(4, 8, dtype=torch.complex64), mesh=Mesh((2,)))
+    assert found.classes[0].memory["parameters"] == 8 * 5 * 8
+    assert found.classes[0].memory["optimizer states"] >= 2 * 8 * 5 * 8

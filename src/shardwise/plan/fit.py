@@ -22,11 +22,18 @@ Least = Callable[[Request], tuple[Floats, Floats]]
 """Of each table, the bytes that its smallest sharding takes on all ranks together, and on its fullest rank."""
 
 
-def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float) -> str:
-    """`Fits: 31.2 GiB of 72.0 GiB on the fullest of 8 ranks, 2.4 ms a step, at most 1.6 % above the bound.`"""
-    above = f"at most {100 * gap:.1f} % above the bound" if gap > AT_BOUND else "at the bound"
+def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float | None) -> str:
+    """`Fits: 31.2 GiB of 72.0 GiB on the fullest of 8 ranks, 2.4 ms a step, at most 1.6 % above the bound.`
+
+    Args:
+        gap: None if there is no bound.
+    """
+    above = ""
+    if gap is not None:
+        above = f", at most {100 * gap:.1f} % above the bound" if gap > AT_BOUND else ", at the bound"
+    fits = "Fits" if needed <= memory else "Does not fit"
     used = f"{bytes_text(needed)} of {bytes_text(memory)} on the fullest of {count_text(ranks, 'rank')}"
-    return f"Fits: {used}, {milliseconds_text(seconds)} a step, {above}."
+    return f"{fits}: {used}, {milliseconds_text(seconds)} a step{above}."
 
 
 def refusal(request: Request, least: Least, fits: Callable[[Request], bool]) -> TooLargeError:

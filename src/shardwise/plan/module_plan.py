@@ -49,7 +49,7 @@ class ModulePlan(Report):
         units: paths of the modules for `fully_shard` along the data axis; "" is the module itself.
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
-        bound: seconds that no choices fall below, on any shape of the mesh that was tried.
+        bound: seconds that no choices fall below, on any shape of the mesh that was tried; 0 if none was searched.
         step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
         memory: bytes of a rank that the plan may take.
         reasons: for each parameter.
@@ -143,7 +143,7 @@ class ModulePlan(Report):
             change, other = plan.what_if(units=plan.units[1:])
 
         `pinned` (added to that of this plan), `mesh` and `head_room` are arguments of `plan_module`: the rest of the
-        plan follows. `styles` (added to those of this plan), `units` and `reshard` are of the plan: the rest stays.
+        plan follows. `styles` (added to those of the plan), `units` and `reshard` are of the plan: the rest stays.
 
         Raises:
             PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
@@ -155,12 +155,13 @@ class ModulePlan(Report):
             if name not in known:
                 raise PlanError(f"what_if: no change {name!r}.{did_you_mean(name, known)} Fix: {', '.join(known)}.")
         given: dict[str, Any] = dict(changes)
-        for name, own in (("pinned", self.origin.pinned), ("styles", self.styles)):
-            if name in given:
-                given[name] = {**own, **given[name]}
         search = self.origin.search
         again = {name: given.pop(name) for name in self.origin._fields if name in given}
+        if "pinned" in again:
+            again["pinned"] = {**self.origin.pinned, **again["pinned"]}
         other = _planned(self.origin._replace(**again)) if again else self
+        if "styles" in given:
+            given["styles"] = {**other.styles, **given["styles"]}
         if given:
             other = replace(other, **given)
             step = price_module(search.module, other, search.topology, search.inputs, forward=search.forward)
@@ -230,7 +231,7 @@ class ModulePlan(Report):
             return [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
         peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
         return [
-            fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap),
+            fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap if self.bound else None),
             f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
         ]
 

@@ -25,8 +25,9 @@ from shardwise.parallel import (
 from shardwise.parallel.styles import INPUT_FEATURES, OUTPUT_FEATURES, WEIGHT_DIMS, forward_arguments
 from shardwise.plan.module_choices import Choice
 from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_problem import plain_results
 from shardwise.plan.module_text import Entry
-from shardwise.plan.module_trace import BOUNDARY, OP, PARAMETER, Value
+from shardwise.plan.module_trace import BOUNDARY, INPUT, OP, PARAMETER, Value
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -48,6 +49,7 @@ class _Styles:
         self.modules = dict(module.named_modules(remove_duplicate=False))
         by_first = {node.name: number for number, node in enumerate(graph.nodes) if node.kind == PARAMETER}
         self.parameters = {name: by_first[first] for first, names in graph.names.items() for name in names}
+        self.used = {value for node in graph.nodes for value in node.operands}
         self.inside: dict[str, list[int]] = defaultdict(list)  # the nodes of each module that runs
         for number, node in enumerate(graph.nodes):
             if node.kind in (OP, BOUNDARY):
@@ -71,13 +73,20 @@ class _Styles:
                 found[name] = [placement]
         if self.graph.returns_tensor and self.graph.result(self.graph.outputs[0]).shape:
             (value,) = self.graph.outputs
-            if not any(isinstance(x, ColwiseParallel | RowwiseParallel) for x in found[self._module(value)]):
+            by_layer = any(isinstance(x, ColwiseParallel | RowwiseParallel) for x in found[self._module(value)])
+            if not (by_layer and self._returns_result(self._module(value))):
                 have = self.chosen[value.node].outputs[value.result]
                 found[""].append(PrepareModuleOutput(output_layouts=have, desired_output_layouts=REPLICATE))
         return {path: entries for path, entries in found.items() if entries}
 
     def _module(self, value: Value) -> str:
         return self.graph.nodes[value.node].module
+
+    def _returns_result(self, path: str) -> bool:
+        """Whether all that a module returns is plain results of the step, which nothing else takes."""
+        results = {x for x in plain_results(self.graph) if self._module(x) == path}
+        leaves = {Value(i) for i in self.inside[path] if self.graph.nodes[i].is_output}
+        return bool(results) and leaves <= results and not results & self.used
 
     def _placement(self, value: Value, placement: Placement) -> Placement:
         """A placement with sizes that are multiples of units."""
@@ -110,26 +119,29 @@ class _Styles:
     def _features(self, path: str, dim: int, dims: tuple[int, int]) -> ParallelStyle:
         weight = self.parameters[f"{path}.weight" if path else "weight"]
         unit = self._unit(Value(weight), dim)
-        is_output = any(self._module(x) == path for x in self.graph.outputs)
-        options: dict[str, Any] = {} if is_output else {"use_local_output": False}
+        is_result = self._returns_result(path)
+        options: dict[str, Any] = {} if is_result else {"use_local_output": False}
         options |= {"unit": unit} if unit > 1 else {}
-        left = self._leaves_as(path)
+        left = REPLICATE if is_result else self._leaves_as(path)
         if dim == dims[OUTPUT_FEATURES]:
             last = Shard(len(self.graph.result(Value(self.inside[path][0])).shape) - 1)
             options |= {"output_layouts": left} if left not in (None, last) else {}
             return ColwiseParallel(**options)
         assert dim == dims[INPUT_FEATURES]
-        entering = self.graph.nodes[self.inside[path][0]].operands[0]
-        if not self.graph.nodes[entering.node].of_parameters and not isinstance(self.modules[path], nn.Embedding):
+        inside = [self.graph.nodes[number] for number in self.inside[path]]
+        entering = [self.graph.nodes[node.operands[0].node] for node in inside]
+        if not all(x.of_parameters for x in entering) and not isinstance(self.modules[path], nn.Embedding):
             options["input_layouts"] = REPLICATE  # a plain tensor, which every rank has
         options |= {"output_layouts": left} if left not in (None, REPLICATE) else {}
         return RowwiseParallel(**options)
 
     def _runs_on(self, path: str) -> Placement | None:
-        """The placement that the first op of a module wants of what enters it."""
+        """The placement that the first op of a module wants of what enters it; None if that may be a plain tensor."""
         for number in self.inside[path]:
             for value, placement in zip(self.graph.nodes[number].operands, self.chosen[number].inputs, strict=True):
                 source = self.graph.nodes[value.node]
+                if source.kind in (INPUT, OP) and not source.of_parameters:
+                    return None
                 if source.of_parameters and source.kind != PARAMETER and source.module != path:
                     return placement
         return None
@@ -142,8 +154,9 @@ class _Styles:
 
     def _boundaries(self, path: str, module: nn.Module) -> list[Entry]:
         """Redistributions of the arguments and of the result of a module."""
-        found: list[Entry] = []
-        arguments: dict[str, tuple[Placement, Placement]] = {}
+        enter: list[Entry] = []
+        leave: list[Entry] = []
+        arguments: dict[str, Placement] = {}
         for number in self.inside[path]:
             node = self.graph.nodes[number]
             enters = node.kind == BOUNDARY and not node.is_output
@@ -153,20 +166,20 @@ class _Styles:
                     have = self.chosen[value.node].outputs[value.result]
                     outside = source.of_parameters and source.kind != PARAMETER and source.module != path
                     if outside and have != wanted:
-                        arguments.setdefault(_argument(module, node.name if enters else "0"), (have, wanted))
-            if node.is_output:
+                        arguments.setdefault(_argument(module, node.name if enters else "0"), wanted)
+            if node.is_output and not leave:  # of several calls the first that differs
                 (value,) = node.operands
                 have, wanted = self.chosen[value.node].outputs[value.result], self.chosen[number].outputs[0]
                 if have != wanted:
-                    found.append(PrepareModuleOutput(
+                    leave.append(PrepareModuleOutput(
                         output_layouts=have, desired_output_layouts=wanted, use_local_output=False
                     ))  # fmt: skip
         if arguments:
-            found.insert(0, PrepareModuleInput(
-                input_kwarg_layouts={name: have for name, (have, _) in arguments.items()},
-                desired_input_kwarg_layouts={name: wanted for name, (_, wanted) in arguments.items()},
+            enter.append(PrepareModuleInput(
+                input_kwarg_layouts=dict.fromkeys(arguments, REPLICATE),  # of plain tensors
+                desired_input_kwarg_layouts=arguments,
             ))  # fmt: skip
-        return found
+        return enter + leave
 
     @staticmethod
     def _name(path: str, name: str) -> str:

@@ -188,7 +188,8 @@ def training(
         model = without_values(module)
         shard(model, mesh)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, fused=True) if parameters else None
+        fused = all(p.is_floating_point() for p in parameters)  # torch fuses no complex ones
+        optimizer = torch.optim.AdamW(parameters, fused=fused) if parameters else None
 
         def step() -> None:
             model.zero_grad()

@@ -63,7 +63,8 @@ class Options:
         elif self.fully_shard and not {*names}.intersection(DATA_AXES):
             wrong = f"fully_shard needs an axis of {', '.join(DATA_AXES)} in the mesh"
         if wrong:
-            raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as dp=2,{TENSOR_AXIS}=2.")
+            such = ",".join(f"{name}=2" for name in axes if name in ("dp", TENSOR_AXIS))
+            raise ConfigError(f"{wrong}, got {mesh}. Fix: give one such as {such}.")
 
 
 class BalancedExperts(MixtureOfExperts):
