@@ -211,6 +211,10 @@ def training(
                 optimizer.step()
 
         first = [] if whole else [make_states]
-        return lambda: (first.pop() if first else step)()
+
+        def next_step() -> None:
+            (first.pop() if first else step)()
+
+        return next_step
 
     return build
