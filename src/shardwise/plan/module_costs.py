@@ -22,7 +22,7 @@ from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
 from shardwise.simulation.clock import RankClock
 from shardwise.simulation.topology import Topology
 
-BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together
+BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together, at least
 
 
 class ModuleCosts:
@@ -150,12 +150,13 @@ class ModuleCosts:
         return found + (self._collective("all_reduce", 1, at_rest) if placement == REPLICATE else 0.0)
 
     def _collective(self, kind: str, axis: int, size: float) -> float:
-        """Seconds of a collective of `size` bytes along an axis, as a part of a bucket."""
+        """Seconds of a collective of `size` bytes along an axis, as a part of a message that is no smaller."""
         group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
         if len(group) == 1:
             return 0.0
-        received = BUCKET * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
-        return self.topology.costs.seconds(kind, group, ranks, received) * size / BUCKET
+        message = max(size, BUCKET)
+        received = message * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
+        return self.topology.costs.seconds(kind, group, ranks, received) * size / message
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
