@@ -83,4 +83,4 @@ def test_a_module_on_two_axes_has_the_choices_of_brute_force(shape: tuple[int, i
     assert isinstance(problem, ModuleProblem)
     grid = grid_of(problem.seconds)
     assert prod(grid.shape) > 1000
-    np.testing.assert_allclose(problem.solve().cost, grid.min())
+    np.testing.assert_allclose(problem.solve(0.0, {}).cost, grid.min())

@@ -51,6 +51,6 @@ def price_step(
         apply: parallelises a copy of the module in place.
         step: runs the forward on this rank's part of the batch, and the loss if there is one.
     """
-    build = training(module, lambda model, _: apply(model), step, whole=False)
+    build = training(module, lambda model, _: apply(model), step, first_step=False)
     one, _ = simulate_rank(build, mesh, topology, mesh.ranks[0])
     return StepPrice(one.compute, one.communication, one.sent_bytes, one.memory, sent_by_cause(one.collectives))

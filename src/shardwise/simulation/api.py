@@ -177,7 +177,7 @@ def training(
     module: nn.Module,
     shard: Callable[[nn.Module, Mesh], object],
     forward: Callable[[nn.Module], object],
-    whole: bool = True,
+    first_step: bool = True,
 ) -> Callable[[Mesh], Step]:
     """A function that makes a step of a copy of `module`, which has no values: forward, backward of the loss, AdamW.
 
@@ -185,7 +185,7 @@ def training(
 
     Args:
         shard: shards the copy in place.
-        whole: whether the first step is whole. Else it makes the states of AdamW from gradients of zero, also of
+        first_step: whether the first call is a step. Else it makes the states of AdamW from gradients of zero, also of
             parameters that will have no gradients: two steps take a third less time.
     """
 
@@ -210,7 +210,7 @@ def training(
             if optimizer is not None:
                 optimizer.step()
 
-        first = [] if whole else [make_states]
+        first = [] if first_step else [make_states]
 
         def next_step() -> None:
             (first.pop() if first else step)()
