@@ -27,7 +27,9 @@ from shardwise.parallel import (
 )
 from shardwise.plan import Link, ModulePlan, Topology, plan_module, price_module
 from shardwise.plan.module_price import price_step
+from shardwise.plan.module_search import step_of
 from shardwise.plan.module_styles import as_globs
+from shardwise.simulation.api import simulate_rank, training
 from shardwise.testing import world
 from tests.parallel.one_process import full
 
@@ -87,6 +89,18 @@ def test_a_plan_by_hand_is_timed_by_what_it_computes_and_sends() -> None:
     assert price.communication == pytest.approx(sums)
     # The input needs no gradient, so of six products five run.
     assert price.compute >= 5 * 2 * 2048 * 4096 * 16384 / 4 / GPUS.flops
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_plan_is_timed_by_its_second_step(reshard: bool) -> None:
+    """`price_module` makes the states of AdamW without a first step; here there is one."""
+    model, batch = on_meta(SMALL), meta_batch(4, 16)
+    plan = replace(plan_module(model, SLOW, batch, forward=loss_of, mesh=Mesh((2, 2))), reshard=reshard)
+    build = training(model, lambda model, _: plan.apply(model, src_data_rank=None), step_of(batch, loss_of, 2))
+    second, _ = simulate_rank(build, plan.mesh, SLOW, 0)
+    price = price_module(model, plan, SLOW, batch, forward=loss_of)
+    assert (price.memory, price.sent_bytes) == (second.memory, second.sent_bytes)
+    assert price.seconds == pytest.approx(second.compute + second.communication, rel=1e-4)
 
 
 def test_a_transformer_gets_the_plan_of_megatron() -> None:

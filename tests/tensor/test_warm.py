@@ -154,9 +154,10 @@ def test_operands_are_freed_when_their_last_user_is() -> None:
         return held() is None
 
     joined = lambda x, y: torch.cat([x, y])  # noqa: E731
+    beside_plain = lambda x, y: torch.ones(6) * x + y  # noqa: E731
     gc.disable()
     try:
-        for op in (torch.add, torch.maximum, joined):
+        for op in (torch.add, torch.maximum, joined, beside_plain):
             assert world(2).run(redistributed, op) == [True] * 2
         for other, ranks in product((torch.mul, F.linear, joined), (1, 2)):
             assert world(ranks).run(under_hooks, other) == [True] * ranks

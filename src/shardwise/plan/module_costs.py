@@ -4,6 +4,7 @@ Time is compute, redistributions in forward and backward, exchanges inside ops, 
 optimizer, one after the other: nothing overlaps. A simulated rank makes each redistribution and each exchange once.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import inf, prod
 
@@ -18,11 +19,17 @@ from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.plan.module_choices import Choice, Units, all_choices, is_view, replicated
-from shardwise.plan.module_trace import OP, ModuleGraph, Node, Value
+from shardwise.plan.module_trace import OP, PARAMETER, ModuleGraph, Node, Value
 from shardwise.simulation.clock import RankClock
 from shardwise.simulation.topology import Topology
 
-BUCKET = 25 << 20  # bytes of gradients, or of parameters, that are sent together
+BUCKET = 25 << 20  # bytes of gradients that are added along the tensor axis together
+
+
+def unit_of(name: str) -> str:
+    """The unit of `fully_shard` that a parameter is in: the outermost block, else the module itself."""
+    parts = name.split(".")
+    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
 
 
 class ModuleCosts:
@@ -41,6 +48,10 @@ class ModuleCosts:
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
         self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
+        self._unit_bytes: dict[str, float] = defaultdict(float)  # which are sent along the data axis together
+        for i, node in enumerate(graph.nodes):
+            if node.kind == PARAMETER:
+                self._unit_bytes[unit_of(node.name)] += self._size(Value(i))
         self._redistributions: dict[object, float] = {}
         self._ops: dict[object, float] = {}
 
@@ -140,22 +151,29 @@ class ModuleCosts:
     def parameter(self, number: int, placement: Placement, reshard: bool) -> float:
         """Seconds of all-gathering a parameter along the data axis, of reducing its gradient, and of AdamW."""
         node, value = self.graph.nodes[number], Value(number)
-        if not node.trains:
-            return 0.0
         size = self.local_bytes(value, placement)
+        if not (node.trains and size):
+            return 0.0
         at_rest = size / self.shape[0]
         touched = 4 * at_rest  # with the gradient and two states
         found = touched / self.topology.memory_bandwidth
-        found += (1 + reshard) * self._collective("all_gather", 0, size) + self._collective("reduce_scatter", 0, size)
-        return found + (self._collective("all_reduce", 1, at_rest) if placement == REPLICATE else 0.0)
+        message = self._unit_bytes[unit_of(node.name)] * size / self._size(value)
+        gathered, reduced = (self._collective(kind, 0, size, message) for kind in ("all_gather", "reduce_scatter"))
+        found += (1 + reshard) * gathered + reduced
+        return found + (self._collective("all_reduce", 1, at_rest, BUCKET) if placement == REPLICATE else 0.0)
 
-    def _collective(self, kind: str, axis: int, size: float) -> float:
-        """Seconds of a collective of `size` bytes along an axis, as a part of a bucket."""
+    def _collective(self, kind: str, axis: int, size: float, message: float) -> float:
+        """Seconds of a collective of `size` bytes along an axis, as a part of a message."""
         group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
         if len(group) == 1:
             return 0.0
-        received = BUCKET * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
-        return self.topology.costs.seconds(kind, group, ranks, received) * size / BUCKET
+        received = message * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
+        return self.topology.costs.seconds(kind, group, ranks, received) * size / message
+
+    def _size(self, value: Value) -> float:
+        """Bytes of a value on all ranks."""
+        result = self.graph.result(value)
+        return prod(result.shape) * result.dtype.itemsize
 
     # ---- memory -----------------------------------------------------------------------------------------------
 

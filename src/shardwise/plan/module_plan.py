@@ -27,6 +27,7 @@ from shardwise.plan.module_search import (
     Search,
     Tried,
     batch_rows,
+    collecting_new_objects,
     reasons_of,
     step_of,
 )
@@ -325,6 +326,7 @@ class Origin(NamedTuple):
     head_room: float
 
 
+@collecting_new_objects()
 def _planned(origin: Origin) -> ModulePlan:
     check_head_room(origin.head_room)
     search, mesh, topology, module = origin.search, origin.mesh, origin.search.topology, origin.search.module

@@ -23,7 +23,7 @@ class StepPrice:
         compute: seconds of ops.
         communication: seconds of collectives.
         sent_bytes: of the rank.
-        memory: bytes at the peak, by what they are for.
+        memory: bytes at the peak, by what they are for; with states of all parameters that train.
         sent_by_cause: the bytes of each cause of communication.
     """
 
@@ -51,6 +51,6 @@ def price_step(
         apply: parallelises a copy of the module in place.
         step: runs the forward on this rank's part of the batch, and the loss if there is one.
     """
-    build = training(module, lambda model, _: apply(model), step)
+    build = training(module, lambda model, _: apply(model), step, first_step=False)
     one, _ = simulate_rank(build, mesh, topology, mesh.ranks[0])
     return StepPrice(one.compute, one.communication, one.sent_bytes, one.memory, sent_by_cause(one.collectives))

@@ -23,7 +23,7 @@ from shardwise._tensor.dispatch.resolve import Slot
 from shardwise._tensor.dtensor import DTensor, name_of, tag
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import without_values
-from shardwise.simulation.memory import Memory
+from shardwise.simulation.memory import Memory, tensors_in
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import Recorded
 
@@ -137,7 +137,8 @@ class _Tracer:
             self._add(Node(BUFFER, name, name.rpartition(".")[0], ()), b)
 
     def _add(self, node: Node, *results: Tensor) -> None:
-        node.results = tuple([Result(tuple(x.shape), x.dtype) for x in results])
+        with DisableTorchFunctionSubclass():  # on one rank local shapes are global ones
+            node.results = tuple([Result(tuple(x.shape), x.dtype) for x in results])
         for i, x in enumerate(results):
             self._known[id(x)] = Value(len(self.nodes), i)
         self._kept += results
@@ -155,7 +156,7 @@ class _Tracer:
         """Note a call, unless ops inside it were noted, or it returns what is known."""
         before = len(self.nodes)
         out = proceed()
-        results = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
+        results = [x for x in tensors_in([out]) if isinstance(x, DTensor)]
         in_place = bool(results) and bool(args) and results[0] is args[0]
         made_inside = any(node.kind == OP for node in self.nodes[before:])
         if results and not made_inside and (not any(id(x) in self._known for x in results) or _writes(func, in_place)):
@@ -173,7 +174,7 @@ class _Tracer:
 
         slotted, named = tuple(map(slot, args)), {k: slot(x) for k, x in kwargs.items()}
         sources = [self.nodes[x.node] for x in operands]
-        trains = any(x.trains for x in sources) and results[0].is_floating_point()
+        trains = any(x.trains for x in sources) and results[0].dtype.is_floating_point
         of_parameters = any(x.of_parameters for x in sources)
         node = Node(
             OP, name_of(func), self._stack[-1], (), tuple(operands), func, slotted, named, False, trains, of_parameters

@@ -174,7 +174,10 @@ def without_values(module: nn.Module, device: torch.device | None = None) -> nn.
 
 
 def training(
-    module: nn.Module, shard: Callable[[nn.Module, Mesh], object], forward: Callable[[nn.Module], object]
+    module: nn.Module,
+    shard: Callable[[nn.Module, Mesh], object],
+    forward: Callable[[nn.Module], object],
+    first_step: bool = True,
 ) -> Callable[[Mesh], Step]:
     """A function that makes a step of a copy of `module`, which has no values: forward, backward of the loss, AdamW.
 
@@ -182,6 +185,8 @@ def training(
 
     Args:
         shard: shards the copy in place.
+        first_step: whether the first call is a step. Else it makes the states of AdamW from gradients of zero, also of
+            parameters that will have no gradients: two steps take a third less time.
     """
 
     def build(mesh: Mesh) -> Step:
@@ -200,6 +205,17 @@ def training(
             if optimizer is not None:
                 optimizer.step()
 
-        return step
+        def make_states() -> None:
+            for p in parameters:
+                p.grad = torch.zeros_like(p)
+            if optimizer is not None:
+                optimizer.step()
+
+        first = [] if first_step else [make_states]
+
+        def next_step() -> None:
+            (first.pop() if first else step)()
+
+        return next_step
 
     return build

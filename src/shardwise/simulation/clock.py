@@ -5,25 +5,21 @@ overlaps.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwise._collectives import Collective, Wait, using
 from shardwise._collectives.cost_tables import costs_of
 from shardwise._layout import Mesh
 from shardwise._rules.row import Args, Kwargs
-from shardwise._tensor.dispatch.fallback import Wrapper
 from shardwise._trace.comm_trace import listening_with
-from shardwise.simulation.memory import Memory
+from shardwise.simulation.memory import Memory, tensors_in
 from shardwise.simulation.one_rank import OneRank
 from shardwise.simulation.result import Collective as Timed
 from shardwise.simulation.result import Recorded
@@ -64,11 +60,10 @@ class RankClock:
     """
 
     def __init__(self, mesh: Mesh, topology: Topology | None, rank: int = 0) -> None:
-        self.mesh, self.memory = mesh, Memory(allocate=False)
-        self.recorded, self._ops = Recorded(), _OpSeconds(topology)
-        self._timed = nullcontext() if topology is None else self._ops
+        self.mesh, self.memory = mesh, _TimedMemory(topology)
+        self.recorded = Recorded()
         self.costs = costs_of(mesh.device_type, None, None) if topology is None else topology.costs
-        self.transport = _Rank(rank, mesh.size(), self.recorded, self._ops)
+        self.transport = _Rank(rank, mesh.size(), self.recorded, self.memory)
         self.transport.owner.costs[mesh.device_type] = self.costs
 
     @contextmanager
@@ -78,7 +73,7 @@ class RankClock:
         try:
             with (
                 using(self.transport), torch.autograd.set_multithreading_enabled(False), self.memory,
-                self._timed, listening_with(self.recorded),
+                listening_with(self.recorded),
             ):  # fmt: skip
                 yield self
         finally:
@@ -87,7 +82,7 @@ class RankClock:
     def restart(self) -> None:
         """Count from here."""
         self.recorded.clear()
-        self._ops.seconds = 0.0
+        self.memory.seconds = 0.0
 
     def collectives(self) -> tuple[Timed, ...]:
         """Those since, with their times."""
@@ -100,46 +95,43 @@ class RankClock:
     def seconds(self) -> Seconds:
         """What was counted since."""
         made = self.collectives()
-        return Seconds(self._ops.seconds, sum(one.seconds for one in made), sum(one.sent_bytes for one in made))
+        return Seconds(self.memory.seconds, sum(one.seconds for one in made), sum(one.sent_bytes for one in made))
 
 
 class _Rank(OneRank):
     """A rank whose transport computes nothing."""
 
-    def __init__(self, rank: int, world_size: int, recorded: Recorded, ops: "_OpSeconds") -> None:
+    def __init__(self, rank: int, world_size: int, recorded: Recorded, memory: "_TimedMemory") -> None:
         super().__init__(rank, world_size, recorded)
-        self._ops = ops
+        self.memory = memory
 
     def start(self, collective: Collective) -> Wait:
-        before = self._ops.seconds
+        before = self.memory.seconds
         wait = super().start(collective)
-        self._ops.seconds = before
+        self.memory.seconds = before
         return wait
 
 
-class _OpSeconds(TorchDispatchMode):
-    """Adds up the seconds of ops."""
+class _TimedMemory(Memory):
+    """Memory without values, which adds up the seconds of ops as well: one mode, since each costs much for every op."""
 
     def __init__(self, topology: Topology | None) -> None:
-        cast(Any, super()).__init__()  # which torch leaves without types
-        self.flops, self.bandwidth = (topology.flops, topology.memory_bandwidth) if topology else (inf, inf)
-        self.seconds = 0.0
+        super().__init__(allocate=False)
+        self.topology, self.seconds = topology, 0.0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        if any(issubclass(kind, Wrapper) for kind in types):
-            return NotImplemented  # decomposed first; its local ops come here
         named = kwargs or {}
-        out = func(*args, **named)
-        if not func.is_view and func not in _FREE:
-            tensors = {id(x): x for x in pytree.tree_leaves((args, named, out)) if isinstance(x, Tensor)}
+        out = super().__torch_dispatch__(func, types, args, named)
+        if self.topology is not None and out is not NotImplemented and not func.is_view and func not in _FREE:
+            tensors: dict[int, Any] = {id(x): x for x in tensors_in([*args, *named.values(), out])}
             if func._overloadpacket in _GATHERS:  # which reads as much of its first operand as it returns
                 tensors[id(args[0])] = out
             touched = sum(x.numel() * x.element_size() for x in tensors.values())
             count = _FLOPS.get(func._overloadpacket)
             flops = count(*args, **named, out_val=out) if count else 0
-            self.seconds += max(flops / self.flops, touched / self.bandwidth)
+            self.seconds += max(flops / self.topology.flops, touched / self.topology.memory_bandwidth)
         return out
 
 

@@ -160,7 +160,7 @@ class Memory(TorchDispatchMode):
             if traits.is_view and args and isinstance(args[0], Tensor):
                 self.block_of(args[0])
                 return func(*args, **kwargs)
-            operands = [block for x in _tensors([*args, *kwargs.values()]) if (block := self.block_of(x)) is not None]
+            operands = [block for x in tensors_in([*args, *kwargs.values()]) if (block := self.block_of(x)) is not None]
             reads_nothing = func in _FACTORIES or (not operands and traits.takes_device)
             if self.allocate or func in _METADATA or not (operands or reads_nothing):  # the last of meta tensors
                 out = func(*args, **kwargs)
@@ -170,7 +170,7 @@ class Memory(TorchDispatchMode):
                 out = self._with_values_if_small(func, args, kwargs, reads_nothing)
             else:
                 out = func(*args, **kwargs)
-            for x in _tensors([out]):
+            for x in tensors_in([out]):
                 self.block_of(x)
         return out
 
@@ -179,7 +179,7 @@ class Memory(TorchDispatchMode):
 
         One that is large, such as a mask of queries and keys, has no values.
         """
-        device = kwargs.get("device") or next(iter([x.device for x in _tensors(args)]), "cpu")
+        device = kwargs.get("device") or next(iter([x.device for x in tensors_in(args)]), "cpu")
         if not reads_nothing or torch.device(device).type != "meta":
             found = self._results_of(func, args, kwargs)
             if isinstance(found, Tensor):
@@ -198,7 +198,7 @@ class Memory(TorchDispatchMode):
         if traits.written:
             named = dict(enumerate(args)) | kwargs
             written = [named[key] for pair in traits.written for key in pair if key in named]
-            for x in _tensors(written):
+            for x in tensors_in(written):
                 block = self.block_of(x)
                 if block is not None:
                     block.has_values = False
@@ -409,13 +409,13 @@ def _reading(name: str) -> Callable[..., Any]:
     return checked
 
 
-def _tensors(values: Iterable[object]) -> list[Tensor]:
+def tensors_in(values: Iterable[object]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
 
 

@@ -56,20 +56,20 @@ def is_strict() -> bool:
 def all_promoted(func: Op, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with plain tensors as replicated DTensors, which get the full gradient."""
     first = dtensors_in((*args, *kwargs.values()))[0]
-    mesh = first._layout.mesh
+    return tuple(_promoted(a, first, func) for a in args), {k: _promoted(a, first, func) for k, a in kwargs.items()}
 
-    def promote(x: object) -> Any:
-        if isinstance(x, list | tuple) and type(x) is not torch.Size:
-            return type(x)(promote(y) for y in x)
-        if not isinstance(x, Tensor) or type(x) is DTensor:
-            return x
-        if x.is_sparse and isinstance(func, torch._ops.OpOverload) and rule_of(func) is None:
-            return x  # such as the matrix of `torch.sparse.mm`
-        if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
-            return tag(x.detach(), first._layout)  # made by an optimizer from the local rows
-        return promoted(x, mesh, name_of(func))
 
-    return tuple(promote(a) for a in args), {k: promote(a) for k, a in kwargs.items()}
+# No function inside the other: one that calls itself keeps the operands until the garbage collector runs.
+def _promoted(x: object, first: DTensor, func: Op) -> Any:
+    if isinstance(x, list | tuple) and type(x) is not torch.Size:
+        return type(x)(_promoted(y, first, func) for y in x)
+    if not isinstance(x, Tensor) or type(x) is DTensor:
+        return x
+    if x.is_sparse and isinstance(func, torch._ops.OpOverload) and rule_of(func) is None:
+        return x  # such as the matrix of `torch.sparse.mm`
+    if x.is_sparse and tuple(x.shape) == first._layout.local_shape(collectives.rank()):
+        return tag(x.detach(), first._layout)  # made by an optimizer from the local rows
+    return promoted(x, first._layout.mesh, name_of(func))
 
 
 def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
