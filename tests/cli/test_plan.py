@@ -10,8 +10,10 @@ import torch
 
 from shardwise import OnRanks, Shard
 from shardwise import _cli as cli
+from shardwise._cli.calibration import write_costs
 from shardwise._cli.hugging_face import read_model
 from shardwise._cli.table_files import read_tables
+from shardwise._collectives.cost_tables import COLLECTIVES, Measured
 from shardwise.embedding import Adagrad, EmbeddingBagConfig, PoolingType, RowWiseAdagrad
 from shardwise.plan import BatchShape, ModulePlan, TablePlan, Topology, plan_module, plan_tables
 from tools.model_zoo import FAMILIES
@@ -118,6 +120,15 @@ def test_what_does_not_fit_is_the_first_line_and_exits_with_3(capsys: Captured) 
     fix = out.partition("Fix: ranks with ")[2].partition(" MiB")[0]
     assert err == ""
     assert cli.main(["plan", "tables.toml", *CPU, "--memory", f"{fix}MiB"]) == 0
+
+
+def test_measured_costs_of_the_environment_are_used(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    write_costs(Path("costs.json"), "cpu", "here", {name: Measured(1e6, 0, 500) for name in COLLECTIVES}, None)
+    monkeypatch.setenv("SHARDWISE_COSTS", "costs.json")
+    assert cli.main(["plan", "tables.toml", *CPU]) == 0
+    found = float(capsys.readouterr().out.partition(" ms a step")[0].split()[-1].replace(",", ""))
+    assert found > 1000  # each collective takes a second
+    assert cli.main(["plan", "tables.toml", "--gpus", "2"]) == 0  # of CUDA devices
 
 
 def test_a_thousand_tables_are_a_screen_that_fits_a_terminal() -> None:

@@ -323,20 +323,21 @@ LARGE: list[EmbeddingConfig] = [
 
 
 @pytest.mark.parametrize(
-    ("options", "memory", "fix"),
+    ("options", "memory", "needs", "fix"),
     [
-        ({"optimizer": Adagrad(lr=0.1)}, 120 << 20, "the optimizer RowWiseAdagrad, which has a state for each row"),
-        ({}, 65 << 20, "data_type bfloat16 for users"),
-        ({}, 20 << 20, "5 hosts of 4 ranks"),
-        ({"allowed": ["table"]}, 100 << 20, "ranks with "),
+        ({"optimizer": Adagrad(lr=0.1)}, 120 << 20, "160 MiB", "the optimizer RowWiseAdagrad, which has a state for"),
+        ({}, 65 << 20, "80.4 MiB", "data_type bfloat16 for users"),
+        ({}, 20 << 20, "80.4 MiB", "5 hosts of 4 ranks"),
+        ({"allowed": ["table"]}, 100 << 20, "257 MiB", "ranks with "),
     ],
 )
-def test_what_does_not_fit_names_tables_and_a_change_that_fits(options: Any, memory: int, fix: str) -> None:
+def test_what_does_not_fit_names_tables_and_a_change_that_fits(options: Any, memory: int, needs: str, fix: str) -> None:
     with pytest.raises(TooLargeError) as error:
         plan(LARGE, cpu(memory=memory), head_room=0.0, **options)
     text = str(error.value)
     assert text.startswith("Does not fit on 4 ranks: a rank has ")
     assert " are missing. " in text
+    assert text.partition("and needs ")[2].startswith(needs)
     assert "users (" in text
     assert text.partition("Fix: ")[2].startswith(fix)
     assert len(text.splitlines()) == 1

@@ -19,6 +19,8 @@ from shardwise.errors import ArgumentError, CheckpointError, ConfigError, Launch
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
+    from shardwise.simulation.topology import Topology
+
 SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -80,6 +82,14 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is no size, expected a number above 0 and a unit of {', '.join(UNITS)}. Fix: such as 80GB."
         )
     return size
+
+
+def with_measured_costs(topology: "Topology") -> "Topology":
+    """The topology with the costs of the file that SHARDWISE_COSTS names, if it was measured on such devices."""
+    from shardwise._collectives.cost_tables import path_of_environment, read_costs
+
+    path = path_of_environment()
+    return topology.with_costs_of(path) if path and read_costs(Path(path))[0] == topology.device_type else topology
 
 
 def read_text(file: str) -> str:

@@ -14,6 +14,7 @@ from shardwise._cli.common import (
     import_function,
     parse_bytes,
     progress_bar,
+    with_measured_costs,
     write,
 )
 from shardwise.errors import ConfigError, LayoutError, MeshError, PlanError, TooLargeError
@@ -108,7 +109,8 @@ def _topology(args: argparse.Namespace) -> "Topology":
         raise ConfigError(
             f"--gpus is {args.gpus}, expected a multiple of the {per_host} GPUs of a host. Fix: add --gpus-per-host."
         )
-    return Topology.preset(args.preset, hosts=args.gpus // per_host, ranks_per_host=per_host, memory=memory)
+    hosts = args.gpus // per_host
+    return with_measured_costs(Topology.preset(args.preset, hosts=hosts, ranks_per_host=per_host, memory=memory))
 
 
 # ---- what is planned ------------------------------------------------------------------------------------------------

@@ -4,10 +4,17 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from shardwise._cli.common import Exit, SubParsers, add_command, import_function, parse_bytes, progress_bar
+from shardwise._cli.common import (
+    Exit,
+    SubParsers,
+    add_command,
+    import_function,
+    parse_bytes,
+    progress_bar,
+    with_measured_costs,
+)
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 
 if TYPE_CHECKING:
@@ -74,14 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _topology(args: argparse.Namespace, ranks: int) -> "Topology":
     """As many hosts as the ranks take, with measured costs that the environment names for such devices."""
-    from shardwise._collectives.cost_tables import path_of_environment, read_costs
     from shardwise.simulation.topology import Topology
 
     memory = None if args.memory is None else parse_bytes(args.memory)
     one = Topology.preset(args.preset or DEVICES[args.device], memory=memory)
-    found = replace(one, hosts=ceil(ranks / one.ranks_per_host))
-    path = path_of_environment()
-    return found.with_costs_of(path) if path and read_costs(Path(path))[0] == one.device_type else found
+    return with_measured_costs(replace(one, hosts=ceil(ranks / one.ranks_per_host)))
 
 
 def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:

@@ -46,7 +46,7 @@ def refusal(request: Request, least: Least, fits: Callable[[Request], bool]) -> 
     ranks, memory = request.topology.ranks, request.memory
     alone = np.flatnonzero(fullest > memory)
     each = fullest if len(alone) else total / ranks
-    need = float(fullest.max()) if len(alone) else max(float(each.sum()), float(fullest.max()))
+    need = max(float(total.sum()) / ranks, float(fullest.max()))
     order = [int(table) for table in np.argsort(-each, kind="stable")[:MOST_NAMED] if not len(alone) or table in alone]
     names = ", ".join(f"{request.names[table]} ({bytes_text(float(each[table]))} of a rank)" for table in order)
     what = "In the smallest sharding that is allowed" if len(alone) else "Those that need most"

@@ -114,14 +114,14 @@ def plan_of_toml(format_name: str, content: Mapping[str, Any]) -> tuple[Mesh, di
     Raises:
         PlanError, MeshError: the first thing that is no such plan.
     """
+    if content.get("format") != format_name:
+        raise PlanError(f"format is {content.get('format')!r}. Fix: a file with format = {format_name!r}.")
     for key in content:
         if key not in KEYS:
             raise PlanError(f"{key!r} is not a key of a plan.{did_you_mean(key, KEYS)} Fix: use {', '.join(KEYS)}.")
     for key, kind in KEYS.items():
         if not isinstance(content.get(key), kind):
             raise PlanError(f"{key} is {content.get(key)!r}, expected {kind.__name__}. Fix: a file of `save`.")
-    if content["format"] != format_name:
-        raise PlanError(f"format is {content['format']!r}. Fix: a file with format = {format_name!r}.")
     mesh, units, entries = parse_mesh(content["mesh"]), tuple(content["units"]), {}
     if mesh.ndim > 2 or not all(isinstance(unit, str) for unit in units):
         raise PlanError(f"units {list(units)} on {mesh}. Fix: paths of modules, on a mesh of one or two axes.")
