@@ -1,6 +1,7 @@
 """Assignments: equal to all there are on small problems, never below their bound, and the same again."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -95,6 +96,17 @@ def test_no_assignment_of_a_small_problem_is_better(seed: int) -> None:
     else:
         assert not exists_below(of, one.value * (1 - 1e-5))
         assert exists_below(of, one.value * (1 + 1e-5))
+
+
+def test_an_option_that_takes_far_longer_does_not_hide_small_differences() -> None:
+    of = problem(10)
+    slow = Option("slow", 1, np.full((1, 1, 1 + len(of.ranks.inside)), 1e4))
+    one, other = solved(of), solved(replace(of, options=[[*of_table, slow] for of_table in of.options]))
+    assert one is not None
+    assert other is not None
+    assert one.assignment is not None
+    assert other.value <= one.assignment.value
+    assert other.gap < 1e-5
 
 
 @pytest.mark.parametrize("seed", range(10))
