@@ -391,7 +391,7 @@ def test_a_missing_solver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_ids_the_plan_is_at_its_bound() -> None:
-    assert plan(configs(0)[:1], cpu(ranks=2), batch=BatchShape(64, 0.0)).gap < 1e-5
+    assert plan_tables(TABLES, cpu(ranks=2), BatchShape(64, 0.0)).gap < 1e-5
 
 
 def test_means_and_one_rank_and_no_optimizer() -> None:
