@@ -1,6 +1,7 @@
 """Assignments: equal to all there are on small problems, never below their bound, and the same again."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -95,6 +96,18 @@ def test_no_assignment_of_a_small_problem_is_better(seed: int) -> None:
     else:
         assert not exists_below(of, one.value * (1 - 1e-5))
         assert exists_below(of, one.value * (1 + 1e-5))
+
+
+def test_an_option_that_takes_far_longer_does_not_hide_small_differences() -> None:
+    of = problem(29, most_tables=4)
+    slow = Option("slow", 1, np.append(0.0, np.full(len(of.ranks.inside), 1e5))[None, None])
+    one, other = solved(of), solved(replace(of, options=[[*of_table, slow] for of_table in of.options]))
+    assert one is not None
+    assert other is not None
+    assert one.assignment is not None
+    assert other.assignment is not None
+    assert other.value <= one.assignment.value
+    assert other.assignment.value <= one.assignment.value * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -391,6 +391,15 @@ def test_a_missing_solver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         plan(TABLES)
 
 
+def test_what_if_refuses_what_plan_tables_refuses() -> None:
+    with pytest.raises(ArgumentError, match="objective must be 'time', 'memory' or 'bytes', got 'speed'"):
+        default_plan().what_if(objective="speed")
+
+
+def test_without_ids_the_plan_is_at_its_bound() -> None:
+    assert plan_tables(TABLES, cpu(ranks=2), BatchShape(64, 0.0)).gap < 1e-5
+
+
 def test_means_and_one_rank_and_no_optimizer() -> None:
     tables: list[EmbeddingConfig] = [replace(TABLES[0], pooling=PoolingType.MEAN), TABLES[1]]  # type: ignore[call-arg]
     one = plan_tables(tables, cpu(ranks=1), BatchShape(8))

@@ -37,8 +37,9 @@ def read_model(what: str, batch_size: int, context: int | None) -> ConfiguredMod
         ConfigError: it cannot be read, or transformers has no such model.
     """
     file = str(Path(what, "config.json") if Path(what).is_dir() else what)
+    text = read_text(file)
     try:
-        content = json.loads(read_text(file))
+        content = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}. Fix: the config.json of a Hugging Face model.") from error
     if not isinstance(content, dict) or not {"model_type", "architectures"} <= content.keys():

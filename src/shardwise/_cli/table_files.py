@@ -13,6 +13,7 @@ The same as CSV, in which spaces divide lists, and empty cells are defaults:
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,13 @@ def _integer(value: object) -> int:
     return int(str(value))  # no float, and no bool
 
 
+def _amount(value: object) -> float:
+    number = float(str(value))  # no bool
+    if not 0 <= number < inf:
+        raise ValueError
+    return number
+
+
 def _dtype(value: object) -> torch.dtype:
     found = getattr(torch, str(value))
     if not isinstance(found, torch.dtype):
@@ -60,7 +68,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "data_type": (_dtype, "a dtype such as bfloat16"),
     "pooling": (lambda value: PoolingType[str(value).upper()], "SUM or MEAN"),
     "feature_names": (_each(str), "names"),
-    "ids_per_bag": (_each(float), "a number, or one for each feature"),
+    "ids_per_bag": (_each(_amount), "a number of 0 or more, or one for each feature"),
     "allowed": (_each(_sharding), f"shardings of {', '.join(SHARDINGS)}"),
     "pinned": (parse_placement, "a placement such as Shard(0) or OnRanks(3)"),
 }
@@ -102,6 +110,8 @@ def _csv_rows(file: str) -> Iterator[Row]:
     header = [cell.strip() for cell in next(reader, [])]
     if "name" not in header:
         raise ConfigError(f"{file}: its first line has no column name. Fix: such as name,{','.join(REQUIRED)}.")
+    if repeated := [name for name in header if name and header.count(name) > 1]:
+        raise ConfigError(f"{file}: its first line has {repeated[0]} more than once. Fix: one column of each name.")
     for cells in reader:
         where = f"{file}, line {reader.line_num}"
         if len(cells) > len(header):
@@ -118,8 +128,9 @@ def _add(tables: TableList, where: str, name: str, values: Mapping[str, object])
     row: dict[str, Any] = {}
     for key, value in values.items():
         if key not in COLUMNS:
-            known = ("name", *COLUMNS)
-            raise ConfigError(f"{where}: unknown {key!r}.{did_you_mean(key, known)} Fix: one of {', '.join(known)}.")
+            raise ConfigError(
+                f"{where}: unknown {key!r}.{did_you_mean(key, COLUMNS)} Fix: one of {', '.join(COLUMNS)}."
+            )
         read, expected = COLUMNS[key]
         try:
             row[key] = read(value)

@@ -152,7 +152,7 @@ def num_binaries(problem: Problem) -> int:
     )
 
 
-def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
+def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, float]:
     """The best assignment, and what no other one can be below; None: there is none, or it was not found in time."""
     optimize = solver()
     ranks, phases = problem.ranks, len(problem.ranks.inside)
@@ -166,7 +166,9 @@ def solve_exactly(problem: Problem) -> tuple[Assignment | None, float]:
             equal[number, members[0]] = members
             variables += [(number, members[0], place) for place in range(ranks.count // option.span)]
     first, at_time = len(every), len(every) + len(variables)
-    width, scale = at_time + phases, max(float(problem.fastest.max()), 1e-30)
+    width = at_time + phases
+    # The solver stops at an absolute difference of 1e-6 to the best value, so that is about 1 here.
+    scale = max(bound.value, PRECISION * float(problem.fastest.max()), 1e-30)
     rows, low, high = [], [], []
 
     def limit(row: Floats, at_least: float, at_most: float) -> None:

@@ -47,7 +47,7 @@ def solve(problem: Problem, bound: Bound) -> Found:
     """The best assignment; of small problems no other is better."""
     proved, exact = bound.value, None
     if num_binaries(problem) <= MOST_BINARIES:
-        exact, proved = solve_exactly(problem)
+        exact, proved = solve_exactly(problem, bound)
         proved = max(proved, bound.value)
         if exact is not None and problem.ranks.fit(exact.loads) and exact.value <= proved * (1 + CLOSE):
             return Found(proved, exact)

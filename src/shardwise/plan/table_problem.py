@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise._layout import Mesh, as_placements
+from shardwise.embedding.batch import features_of
 from shardwise.embedding.configs import EmbeddingBagConfig
 from shardwise.errors import PlanError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
@@ -225,7 +226,7 @@ def _cases(request: Request) -> list[tuple[Form, tuple[int, int, int]]]:
     (`TableCosts.choice_of_form`) is above 0."""
     if not isinstance(request.tables[0], EmbeddingBagConfig):
         return [(Form.ROWS, (0, 0, 0))]
-    if request.weighted:
+    if request.weighted or not any(map(request.batch.of_feature, features_of(request.tables).names)):
         return [(Form.BAGS, (1, 0, 0)), (Form.OCCUPIED, (-1, 0, 0))]
     return [
         (Form.BAGS, (1, -1, 0)), (Form.OCCUPIED, (-1, 0, -1)), (Form.ROWS, (1, 1, 0)), (Form.ROWS, (-1, 0, 1)),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from shardwise._layout import Kind, Placements
+from shardwise._layout import Kind, Placements, checked_init
 from shardwise.embedding.batch import features_of
 from shardwise.embedding.configs import EmbeddingConfig
 from shardwise.embedding.exchange.engine import MessageDtypes
@@ -23,6 +23,7 @@ Configs = Sequence[EmbeddingConfig]
 Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
 
 
+@checked_init
 @dataclass(frozen=True, eq=False)
 class Request:
     """What a plan is made of: the arguments of `plan_tables`."""
@@ -37,7 +38,7 @@ class Request:
     groups: Sequence[Sequence[str]]
     counts: Mapping[str, Tensor]
     head_room: float
-    objective: str
+    objective: Objective
     dtypes: MessageDtypes
 
     @property
