@@ -364,7 +364,7 @@ _true_resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
 
 def _reader() -> StackFrame | None:
     """Where the program reads a value; None if the library does, for a check of its own."""
-    passing = {__file__, DTensor.item.__code__.co_filename}
+    passing = {__file__, str(Path(__file__).with_name("clock.py")), DTensor.item.__code__.co_filename}
     for frame in frames_of(sys._getframe(1)):
         if frame.is_user_code:
             return frame
