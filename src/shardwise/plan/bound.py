@@ -166,9 +166,8 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
             equal[number, members[0]] = members
             variables += [(number, members[0], place) for place in range(ranks.count // option.span)]
     first, at_time = len(every), len(every) + len(variables)
-    width = at_time + phases
     # The solver stops at an absolute difference of 1e-6 to the best value, so that is about 1 here.
-    scale = max(bound.value, PRECISION * float(problem.fastest.max()), 1e-30)
+    width, scale = at_time + phases, max(bound.value, PRECISION * float(problem.fastest.max()), 1e-30)
     rows, low, high = [], [], []
 
     def limit(row: Floats, at_least: float, at_most: float) -> None:
@@ -195,8 +194,7 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
         limit(row, -np.inf, 0)
     for row in [] if problem.limits is None else _scaled(problem.limits):
         limit(np.append(row, np.zeros(width - first)), -np.inf, 0)
-    times = np.zeros((phases, width))
-    times[np.arange(phases), at_time + np.arange(phases)] = 1
+    times = np.eye(phases, width, at_time)
     of_hosts = loads.reshape(ranks.hosts, ranks.per_host, 1 + phases, width).sum(1)
     for of_rank in loads:
         limit(of_rank[MEMORY] / max(ranks.memory, 1.0), -np.inf, ranks.memory / max(ranks.memory, 1.0))
