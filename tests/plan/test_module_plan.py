@@ -26,7 +26,6 @@ from shardwise.parallel import (
     SequenceParallel,
 )
 from shardwise.plan import Link, ModulePlan, Topology, plan_module, price_module
-from shardwise.plan.module_price import price_step
 from shardwise.plan.module_search import step_of
 from shardwise.plan.module_styles import as_globs
 from shardwise.simulation.api import simulate_rank, training
@@ -128,11 +127,12 @@ def test_a_step_takes_no_longer_than_under_the_plan_by_hand(sequence: bool) -> N
     plan = plan_module(model, GPUS, batch, forward=loss_of, mesh=Mesh((4,)))
     tokens, targets = (torch.zeros(x.shape, dtype=x.dtype) for x in batch)
 
-    def by_hand(model: nn.Module) -> None:
+    def by_hand(model: nn.Module, _: Mesh) -> None:
         assert isinstance(model, Transformer)
         Transformer.parallelize(model, Mesh((4,)), sequence, gather_output=False, src_data_rank=None)
 
-    hand = price_step(model, by_hand, lambda model: loss_of(model, tokens, targets), Mesh((4,)), GPUS)
+    build = training(model, by_hand, lambda model: loss_of(model, tokens, targets), first_step=False)
+    hand, _ = simulate_rank(build, Mesh((4,)), GPUS, 0)
     ours = price_module(model, plan, GPUS, batch, forward=loss_of)
     assert ours.seconds < 1.001 * hand.seconds
     assert plan.seconds == pytest.approx(ours.seconds, rel=0.15)

@@ -16,6 +16,11 @@ def bytes_text(number: float) -> str:
     return f"{number / size:.{digits}f} {unit}"
 
 
+def more_bytes_text(number: float) -> str:
+    """`+1.5 MiB`, `-1.5 MiB`: a difference."""
+    return f"{'-' if number < 0 else '+'}{bytes_text(abs(number))}"
+
+
 def milliseconds_text(seconds: float) -> str:
     """`2.41 ms`, `1,234 ms`: with three digits or more."""
     number = 1e3 * seconds

@@ -13,7 +13,7 @@ import torch
 from shardwise import _collectives as collectives
 from shardwise._collectives import Ranks
 from shardwise._layout import Mesh
-from shardwise._pictures.labels import bytes_text
+from shardwise._pictures.labels import bytes_text, more_bytes_text
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace.comm_trace import listening_with
 from shardwise.simulation.memory import Memory, Roles
@@ -39,11 +39,9 @@ class PlanChange(NamedTuple):
     memory: int
 
     def __str__(self) -> str:
-        sign = "-" if self.memory < 0 else "+"
-        sent = "-" if self.sent_bytes < 0 else "+"
         return (
-            f"{self.sharding}: {self.milliseconds:+.3f} ms a step, {sent}{bytes_text(abs(self.sent_bytes))} sent, "
-            f"{sign}{bytes_text(abs(self.memory))} of memory"
+            f"{self.sharding}: {self.milliseconds:+.3f} ms a step, {more_bytes_text(self.sent_bytes)} sent, "
+            f"{more_bytes_text(self.memory)} of memory"
         )
 
 

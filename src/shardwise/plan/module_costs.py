@@ -98,7 +98,7 @@ class ModuleCosts:
             local = torch.zeros(src.local_shape(self.mesh.ranks[0]), dtype=dtype)
             self.clock.restart()
             redistribute_local(local, src, dst)
-        return self.clock.seconds().total
+        return self.clock.seconds()
 
     def op(self, number: int, choice: Choice) -> float:
         """Seconds of an op, forward and backward, with the collectives inside it; `inf` if it has no such choice."""
@@ -130,7 +130,7 @@ class ModuleCosts:
         call = SlottedCall(node.func, node.args, node.kwargs, list(zip(layouts, dtypes, strict=True)))
         self.clock.restart()
         out = call.of(node.func, operands)
-        forward = self.clock.seconds().total
+        forward = self.clock.seconds()
         found = [x for x in pytree.tree_leaves(out) if isinstance(x, DTensor)]
         if [x._layout.row_major for x in found] != list(results):
             return inf
@@ -140,7 +140,7 @@ class ModuleCosts:
             self.clock.restart()
             if trained:
                 torch.autograd.grad(trained, [x for x in operands if x.requires_grad], gradients, allow_unused=True)
-        return forward + self.clock.seconds().total
+        return forward + self.clock.seconds()
 
     def sum_of_gradients(self, value: Value, placement: Placement, consumers: int) -> float:
         """Seconds of adding the gradients of the ops that take a value."""

@@ -11,14 +11,13 @@ from torch import nn
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Placement, checked
 from shardwise._layout.parse import read_toml
-from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, more_bytes_text
 from shardwise._pictures.report import Report, table_text
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_mean
 from shardwise.parallel import fully_shard, parallelize_module
 from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, other_costs, run_steps
 from shardwise.plan.fit import fits_text
-from shardwise.plan.module_price import StepPrice, price_step
 from shardwise.plan.module_search import (
     Forward,
     Found,
@@ -35,6 +34,8 @@ from shardwise.plan.module_styles import globs, plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_text, plan_of_toml, toml_of
 from shardwise.plan.page import module_page
 from shardwise.plan.table_request import check_head_room
+from shardwise.simulation.api import simulate_rank, training
+from shardwise.simulation.result import RankClass, sent_by_cause
 from shardwise.simulation.topology import Topology
 
 FORMAT = "shardwise module plan 1"
@@ -64,7 +65,7 @@ class ModulePlan(Report):
     reshard: bool = True
     seconds: float = 0.0
     bound: float = 0.0
-    step: StepPrice | None = field(default=None, compare=False)
+    step: RankClass | None = field(default=None, compare=False)
     memory: float = field(default=0.0, compare=False)
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
     tried: tuple[Tried, ...] = field(default=(), compare=False)
@@ -172,7 +173,7 @@ class ModulePlan(Report):
         return PlanChange(label, time, new.sent_bytes - old.sent_bytes, new.peak_bytes - old.peak_bytes), other
 
     @checked
-    def check(self, step: Callable[[], object], price: StepPrice | None = None) -> PlanCheck:
+    def check(self, step: Callable[[], object], price: RankClass | None = None) -> PlanCheck:
         """The plan beside steps that run: bytes, memory and time of rank 0. All ranks of the mesh call it together.
 
             plan.apply(model)
@@ -193,7 +194,7 @@ class ModulePlan(Report):
         runs = run_steps(step, self.mesh, first)
         memory = Figure(price.peak_bytes, runs[0].memory)
         note = other_costs(self.origin.search.topology, self.mesh.device_type) if self.origin is not None else ""
-        return check_of(price.sent_by_cause, runs[0].sent, memory, price.seconds, runs, note)
+        return check_of(sent_by_cause(price.collectives), runs[0].sent, memory, price.seconds, runs, note)
 
     @checked
     def explain(self, name: str) -> str:
@@ -261,9 +262,8 @@ def _names(reason: Reason) -> str:
 def _change(reason: Reason) -> str:
     if reason.next_best is None:
         return ""
-    sign = "-" if reason.more_bytes < 0 else "+"
     more = round(reason.more_seconds * 1e3, 3) + 0.0  # not -0
-    return f"{more:+.3f} ms, {sign}{bytes_text(abs(reason.more_bytes))} a rank"
+    return f"{more:+.3f} ms, {more_bytes_text(reason.more_bytes)} a rank"
 
 
 def _seconds(tried: Tried) -> str:
@@ -368,7 +368,7 @@ def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
 @checked
 def price_module(
     module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, forward: Forward | None = None
-) -> StepPrice:
+) -> RankClass:
     """The modelled step of a plan, also of one that was written by hand: the real program on one simulated rank.
 
         by_hand = ModulePlan(Mesh((4,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -378,7 +378,8 @@ def price_module(
     """
     data_ranks = plan.mesh.shape[0] if plan.mesh.ndim > 1 else 1
     step = step_of(inputs, forward, data_ranks)
-    return price_step(module, lambda model: plan.apply(model, src_data_rank=None), step, plan.mesh, topology)
+    build = training(module, lambda model, _: plan.apply(model, src_data_rank=None), step, first_step=False)
+    return simulate_rank(build, plan.mesh, topology, plan.mesh.ranks[0])[0]
 
 
 def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int, int]]:

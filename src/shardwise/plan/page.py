@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from shardwise._layout import Mesh
-from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
+from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, more_bytes_text, named_ranks
 from shardwise._pictures.page import COLOURS, Column, Text, bars, heat_map, page, shown_ranks, sortable
 from shardwise.plan.assignment import MEMORY, Floats, Problem, assignment_of
-from shardwise.plan.module_price import StepPrice
 from shardwise.plan.module_search import Reason, Tried
 from shardwise.plan.table_costs import PHASES
 from shardwise.plan.table_plan_file import held_by
 from shardwise.plan.table_problem import Planned
+from shardwise.simulation.result import RankClass
 
 MOST_REASONS = 100  # tables with a runner-up: one of 1,000 tables takes 26 ms on 4,096 ranks
 MOST_CELLS = 64  # rows of the traffic matrix
@@ -22,10 +22,6 @@ Change = tuple[str, float, int, int]  # a PlanChange
 Section = tuple[str, str, str]
 
 _more_ms: Text = "{:+.3f} ms".format
-
-
-def _more_bytes(number: float) -> str:
-    return f"{'-' if number < 0 else '+'}{bytes_text(abs(number))}"
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -136,8 +132,8 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
         Column("time", [time for _, time, _ in order], milliseconds_text),
         Column("runner-up", [one[0] if one else "" for one in others]),
         Column("more time", [one[1] if one else None for one in others], _more_ms),
-        Column("more sent", [one[2] if one else None for one in others], _more_bytes),
-        Column("more memory", [one[3] if one else None for one in others], _more_bytes),
+        Column("more sent", [one[2] if one else None for one in others], more_bytes_text),
+        Column("more memory", [one[3] if one else None for one in others], more_bytes_text),
     )  # fmt: skip
 
 
@@ -145,7 +141,7 @@ def _tables(planned: Planned, runner_up: Callable[[str], Change | None]) -> Sect
 
 
 def module_page(
-    heading: Sequence[str], mesh: Mesh, step: StepPrice, styles: Sequence[tuple[str, str]], units: str,
+    heading: Sequence[str], mesh: Mesh, step: RankClass, styles: Sequence[tuple[str, str]], units: str,
     reasons: Sequence[Reason], tried: Sequence[Tried],
 ) -> str:  # fmt: skip
     """The page of a plan of a module; its arguments are attributes of the plan, styles and units as text."""
@@ -181,7 +177,7 @@ def _parameters(reasons: Sequence[Reason]) -> Section:
         Column("placement", [str(one.placement) for one in reasons]),
         Column("runner-up", [str(one.next_best or "") for one in reasons]),
         Column("more time", [1e3 * one.more_seconds if one.next_best else None for one in reasons], _more_ms),
-        Column("more memory", [one.more_bytes if one.next_best else None for one in reasons], _more_bytes),
+        Column("more memory", [one.more_bytes if one.next_best else None for one in reasons], more_bytes_text),
         Column("why", [one.why for one in reasons]),
     )  # fmt: skip
 

@@ -118,7 +118,7 @@ def simulate_rank(
         start = len(clock.memory.log)
         clock.restart()
         step()
-        compute = clock.seconds().compute
+        compute = clock.compute
         roles.find()
     return RankClass((rank,), roles.at_peak(start), clock.collectives(), compute), clock
 

@@ -7,7 +7,7 @@ overlaps.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,6 @@ from shardwise.simulation.result import Recorded
 from shardwise.simulation.topology import Topology
 
 aten = torch.ops.aten
-
-
-class Seconds(NamedTuple):
-    """Of ops, and of collectives; and the bytes that these send."""
-
-    compute: float
-    communication: float
-    sent_bytes: int
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.communication
 
 
 class RankClock:
@@ -92,10 +80,14 @@ class RankClock:
             for one in self.recorded.collectives
         ])  # fmt: skip
 
-    def seconds(self) -> Seconds:
-        """What was counted since."""
-        made = self.collectives()
-        return Seconds(self.memory.seconds, sum(one.seconds for one in made), sum(one.sent_bytes for one in made))
+    @property
+    def compute(self) -> float:
+        """Seconds of the ops since."""
+        return self.memory.seconds
+
+    def seconds(self) -> float:
+        """Seconds of ops and collectives since."""
+        return self.compute + sum(one.seconds for one in self.collectives())
 
 
 class _Rank(OneRank):
