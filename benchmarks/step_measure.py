@@ -36,7 +36,7 @@ class Predicted:
 
 def measure_steps(steps: Sequence[Callable[[], object]], rounds: int) -> list[Measured]:
     """Runs on ranks. Steps take turns, so that a slow moment of the machine is not one step's: two rounds to warm up,
-    those that are timed, one whose bytes are counted, one for memory."""
+    those that are timed, one whose bytes are counted, two for memory."""
     times = np.zeros((rounds + 2, len(steps)))
     gc.collect()
     gc.disable()
@@ -54,8 +54,11 @@ def measure_steps(steps: Sequence[Callable[[], object]], rounds: int) -> list[Me
         with count_comms() as comms:
             step()
         with Memory(allocate=True) as memory:
+            step()  # after it all storages that a step uses are known
+            gc.collect()
+            start = len(memory.log)
             step()
-        held = sum(Roles(memory).at_peak(0).values())
+        held = sum(Roles(memory).at_peak(start).values())
         each: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
         dist.all_gather_object(each, (comms.total_bytes, held))
         found.append(Measured(of_step, *map(list, zip(*each, strict=True))))
