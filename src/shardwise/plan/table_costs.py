@@ -255,14 +255,18 @@ class TableCosts:
         elements, unit = self.runs(shards, form) * shards.cols, np.gcd(self.unit, shards.cols)
         output = answers * self.num_outputs * shards.rows * shards.cols / self.config.num_embeddings
         received, sent, id_bytes = answers * elements, gradients * elements, gradients * self.id_bytes(shards, form)
+        of_bags = self.runs(shards, Form.BAGS) * shards.cols
         indexed = {  # elements whose places are computed in each step
             Form.BAGS: np.zeros(len(elements)),
-            Form.OCCUPIED: (answers + gradients) * self.runs(shards, Form.BAGS) * shards.cols,
+            Form.OCCUPIED: (answers + gradients) * of_bags,
             Form.ROWS: received + sent,
         }[form]
         moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed / unit
+        index = np.zeros(len(elements)) if form is Form.BAGS else received + sent + output  # of this step
+        if isinstance(self.config, EmbeddingBagConfig):  # of all bags, computed once
+            index = index + (answers + 2 * gradients) * of_bags + 2 * output
         found = np.zeros((len(elements), 1 + len(PHASES)))
-        found[:, 0] = 4 * (2 * output + sent) + 8 * (received + sent) / unit + id_bytes  # 2: with its gradient
+        found[:, 0] = 4 * (2 * output + sent) + 8 * index / unit + id_bytes  # 2: with its gradient
         found[:, 1] = moved / self.message_bandwidth
         return found
 
