@@ -153,6 +153,24 @@ def test_memory_at_the_peak_of_a_step_is_that_of_a_run(optimizer: Any) -> None:
     assert planned.memory[0] == pytest.approx(real, rel=0.05)
 
 
+def test_memory_includes_the_indices_of_bags_most_of_which_have_no_id() -> None:
+    """Only bags with an id are sent, but the places of all are kept."""
+    tables: list[EmbeddingConfig] = [EmbeddingBagConfig(9000, 16, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
+    features = batch(tables, 0, bags=2048, most=2)
+    pinned = {table.name: Shard(0) for table in tables}
+    planned = plan_tables(tables, cpu(), BatchShape.of(features), optimizer=SGD(lr=0.1), pinned=pinned)
+
+    def run() -> Any:
+        sharded = shard_embeddings(
+            EmbeddingBagCollection(tables), planned, planned.mesh, SGD(lr=0.1), kernels=Kernels()
+        )  # type: ignore[arg-type]
+        gradient = torch.ones(2048, 48)
+        return planned.check(lambda: sharded(features).values().backward(gradient), features).memory
+
+    found = world(RANKS).run(run)[0]
+    assert found.predicted == pytest.approx(found.measured, rel=0.1)
+
+
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
