@@ -1,6 +1,6 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -292,7 +292,8 @@ def plan_module(
         print(plan)
         plan.apply(model)
 
-    The plan's step, with AdamW, is simulated on rank 0. If its memory does not fit, choices with less are searched.
+    The plan's step, with AdamW, is simulated on rank 0, and so are those of shapes that seem nearly as fast:
+    the shortest is taken. If its memory does not fit, choices with less are searched.
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
@@ -338,22 +339,33 @@ def _planned(origin: Origin) -> ModulePlan:
     pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}
     memory, shapes = topology.memory * (1 - origin.head_room), _shapes(topology, mesh, batch_rows(search.inputs))
     budget, scale = inf, 1.0
-    while (found := search.run(shapes, budget, pinned)) is not None:
-        plan = _plan_of(module, mesh, found)
-        step = price_module(module, plan, topology, search.inputs, forward=search.forward)
+    while found := search.run(shapes, budget, pinned):
+        steps = _simulated(origin, found)
+        step, plan, choices = next(steps)
         if step.peak_bytes <= memory:
+            fitting = [(step, plan, choices), *(one for one in steps if one[0].peak_bytes <= memory)]
+            step, plan, choices = min(fitting, key=lambda one: one[0].seconds)
             return replace(
-                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
+                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(choices)),
                 tried=tuple(search.tried), origin=origin,
             )  # fmt: skip
-        scale = step.peak_bytes / found.bytes
-        budget = found.bytes * min(memory / step.peak_bytes, 0.99)
+        scale = step.peak_bytes / choices.bytes
+        budget = choices.bytes * min(memory / step.peak_bytes, 0.99)
     need = max(search.least_bytes * scale, memory)
     raise TooLargeError(
         f"Does not fit on {count_text(topology.ranks, 'rank')}: a rank has {bytes_text(memory)} and needs "
         f"{bytes_text(need)}, so {bytes_text(need - memory)} are missing. "
         f"Fix: more ranks, a smaller batch, or activation checkpointing."
     )
+
+
+def _simulated(origin: Origin, found: list[Found]) -> Iterator[tuple[RankClass, ModulePlan, Found]]:
+    """Choices with their plans and simulated steps, one after the other."""
+    search = origin.search
+    for choices in found:
+        plan = _plan_of(search.module, origin.mesh, choices)
+        step = price_module(search.module, plan, search.topology, search.inputs, forward=search.forward)
+        yield step, plan, choices
 
 
 def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
