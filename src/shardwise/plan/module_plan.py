@@ -1,10 +1,10 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
@@ -138,7 +138,7 @@ class ModulePlan(Report):
     # ---- reasons -----------------------------------------------------------------------------------------------
 
     @checked
-    def what_if(self, **changes: object) -> tuple[PlanChange, "ModulePlan"]:
+    def what_if(self, **changes: Unpack["Changes"]) -> tuple[PlanChange, "ModulePlan"]:
         """The plan with changes, and how its simulated step differs from that of this plan.
 
             change, other = plan.what_if(pinned={"layers.*.attention.wq.weight": Replicate()})
@@ -149,10 +149,11 @@ class ModulePlan(Report):
 
         Raises:
             PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
+            ArgumentError, MeshError: a change of another type.
         """
         if self.origin is None or self.step is None:
             raise PlanError("The plan has no module to try changes on. Fix: plan_module(…), or price_module(…).")
-        known = {"pinned", "mesh", "head_room", "styles", "units", "reshard"}
+        known = list(Changes.__annotations__)
         for name in changes:
             if name not in known:
                 raise PlanError(f"what_if: no change {name!r}.{did_you_mean(name, known)} Fix: {', '.join(known)}.")
@@ -254,6 +255,17 @@ class ModulePlan(Report):
         return module_page(self._heading(), self.mesh, self.step, styles, units, self.reasons, self.tried)
 
 
+class Changes(TypedDict, total=False):
+    """What `what_if` changes."""
+
+    pinned: Mapping[str, Placement]
+    mesh: Mesh | None
+    head_room: float
+    styles: Mapping[str, Entry]
+    units: Sequence[str]
+    reshard: bool
+
+
 def _names(reason: Reason) -> str:
     names = globs(reason.names) if reason.names[1:] else reason.names
     return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
@@ -292,8 +304,8 @@ def plan_module(
         print(plan)
         plan.apply(model)
 
-    The plan's step, with AdamW, is simulated on rank 0, and so are those of shapes that seem nearly as fast:
-    the shortest is taken. If its memory does not fit, choices with less are searched.
+    The plan's step, with AdamW, is simulated on rank 0, and so is that of the longest data axis that seems nearly
+    as fast: the shorter is taken. If its memory does not fit, choices with less are searched.
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis

@@ -145,8 +145,8 @@ class Search:
         self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
 
     def run(self, shapes: Sequence[tuple[int, int]], memory: float, pinned: Mapping[str, Placement]) -> list[Found]:
-        """The best on each of these shapes, with the placements that are pinned, as far as they are close to the best
-        of all, which is first; empty if no choices fit the memory.
+        """The best of these shapes, with the placements that are pinned, and of those whose costs are close to its own
+        the one with the longest data axis, which is the simplest plan; empty if no choices fit the memory.
 
         Raises:
             PlanError: no plan has what is pinned.
@@ -159,7 +159,8 @@ class Search:
             if one is not None:
                 found.append(one)
                 limit = min(limit, CLOSE * one.seconds)
-        return sorted([one for one in found if one.seconds <= limit], key=lambda one: one.seconds)
+        close = sorted([one for one in found if one.seconds <= limit], key=lambda one: one.seconds)
+        return close[:1] + sorted(close[1:], key=lambda one: -one.costs.shape[0])[:1]
 
     def _on(self, shape: tuple[int, int], memory: float, pinned: Mapping[str, Placement], limit: float) -> Found | None:
         """The best choices on a shape, if they may take less than `limit` seconds."""
