@@ -25,8 +25,8 @@ from shardwise.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shardwise.plan import Link, ModulePlan, Topology, plan_module, price_module
-from shardwise.plan.module_search import step_of
+from shardwise.plan import Link, ModulePlan, Topology, module_search, plan_module, price_module
+from shardwise.plan.module_search import Found, Search, step_of
 from shardwise.plan.module_styles import as_globs
 from shardwise.simulation.api import simulate_rank, training
 from shardwise.testing import world
@@ -266,6 +266,29 @@ def test_all_shapes_of_the_mesh_are_tried_and_the_best_is_taken() -> None:
         assert tried.seconds >= plan.seconds >= plan.bound
         one = plan_module(model, GPUS, (x,), mesh=Mesh(tried.shape))
         assert one.seconds == pytest.approx(tried.seconds) or (tried.is_bound and one.seconds >= tried.seconds)
+
+
+def test_of_close_shapes_the_shorter_simulated_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model, x = Perceptron(256, 512), torch.empty(65536, 256)
+    true_costs = Search._on
+
+    def wrong_costs(search: Search, shape: tuple[int, int], *rest: Any) -> Found | None:
+        found = true_costs(search, shape, *rest)
+        return found and found._replace(seconds=found.seconds * (50 if shape == (4, 1) else 1))
+
+    monkeypatch.setattr(Search, "_on", wrong_costs)
+    assert plan_module(model, GPUS, (x,)).mesh.shape != (4, 1)
+    monkeypatch.setattr(module_search, "CLOSE", 100)
+    assert plan_module(model, GPUS, (x,)).mesh.shape == (4, 1)
+
+
+def test_a_few_rows_on_many_ranks_take_the_seconds_and_bytes_of_the_fullest_rank() -> None:
+    with torch.device("meta"):
+        model, x = Perceptron(9, 1 << 16), torch.empty(64, 9)
+    plan = plan_module(model, replace(GPUS, hosts=4), (x,), mesh=Mesh((16, 1)))
+    assert plan.step is not None
+    assert plan.seconds == pytest.approx(plan.step.seconds, rel=0.1)
 
 
 def test_less_memory_takes_a_plan_that_fits_or_says_how_much_is_missing() -> None:

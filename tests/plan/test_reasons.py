@@ -22,7 +22,7 @@ from shardwise.embedding import (
     KeyedJaggedTensor,
     shard_embeddings,
 )
-from shardwise.errors import IdError, MeshError, PlanError
+from shardwise.errors import IdError, MeshError, PlanError, ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel
 from shardwise.plan import BatchShape, ModulePlan, TablePlan, Topology, plan_module, plan_tables, price_module
 from shardwise.plan.comparisons import PlanCheck
@@ -258,12 +258,24 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: perceptron_plan().what_if(pinned={"up.weight": Shard(2)}),
         "up.weight of shape (256, 64) is pinned to Shard(2). Fix: one of Replicate(), Shard(0), Shard(1).",
     ),
-    "change": (lambda: perceptron_plan().what_if(units=(), pined={}), "no change 'pined'. Did you mean 'pinned'?"),
+    "change": (
+        lambda: perceptron_plan().what_if(units=(), pined={}),  # type: ignore[call-arg]
+        "no change 'pined'. Did you mean 'pinned'?",
+    ),
     "unit": (lambda: perceptron_plan().what_if(units=("up.x",)), "units: 'up.x' matches no module. "),
     "by hand": (lambda: ModulePlan(Mesh((4,)), {}).what_if(reshard=False), "has no module to try changes on. "),
     "no reason": (lambda: ModulePlan(Mesh((4,)), {}).explain("up"), "no reason for 'up'. "),
     "table": (lambda: TablePlan(TABLES, {}, Mesh((4,)), 0.0).check(lambda: None, batch(TABLES, 0)), "placements only"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{"reshard": "no"}, {"units": 3}, {"pinned": {"up.weight": "S(0)"}}, {"mesh": 4}, {"head_room": "0.1"}],
+    ids=str,
+)  # fmt: skip
+def test_a_change_of_another_type_is_one_sentence(changes: dict[str, Any]) -> None:
+    with pytest.raises(ShardwiseError, match=rf"what_if\(\): .*{next(iter(changes))}.*Fix: "):
+        perceptron_plan().what_if(**changes)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -26,6 +26,7 @@ from typing import (
     TypeGuard,
     TypeVar,
     Union,
+    Unpack,
     get_args,
     get_origin,
     get_type_hints,
@@ -313,7 +314,9 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
             positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
             names.extend(p.name for p in parameters.values() if p.kind in positional)
             found = {p.name: kind_of(hints.get(p.name, Any)) for p in parameters.values()}
-            found |= {p.name: None for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+            for p in parameters.values():
+                if p.kind is inspect.Parameter.VAR_KEYWORD:
+                    found |= {p.name: None, **_kinds_of_others(hints.get(p.name))}
             rest = next((p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_POSITIONAL), "")
             kinds = found
         others = zip(repeat(rest), args[len(names) :], strict=False)
@@ -324,6 +327,14 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
         return fn(*args, **kwargs)
 
     return call
+
+
+def _kinds_of_others(annotation: object) -> dict[str, Kind | None]:
+    """Of `**others: Unpack[...]` of a typed dict, what each name asks for."""
+    if get_origin(annotation) is not Unpack:
+        return {}
+    (named,) = get_args(annotation)
+    return {name: kind_of(hint) for name, hint in get_type_hints(named, include_extras=True).items()}
 
 
 def _hints(fn: Callable[..., object]) -> dict[str, object]:

@@ -8,7 +8,7 @@ reduce-scatter of their gradients.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from math import prod
 
 import torch
@@ -19,9 +19,10 @@ from shardwise._collectives import Collective
 from shardwise._layout import Layout, Shard
 from shardwise._layout.dim_shards import chunk, starts_of
 from shardwise._redistribute.buffers import Buffers, Lent
-from shardwise._redistribute.packing import Shards, packed, total, unpacked
+from shardwise._redistribute.packing import Shards, join_blocks, packed, split_blocks, total, unpacked
 from shardwise._redistribute.program import shards_of
 
+RANKS_OF_BLOCK = 8  # with fewer, a copy for each block is as much work as one of all parts
 MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
 
 
@@ -50,6 +51,26 @@ class Batched:
     def counts(self) -> tuple[int, ...]:
         """Elements of all tensors, by rank."""
         return tuple(map(sum, self._numels))
+
+    @cached_property
+    def _blocks(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Consecutive ranks with equal shards: how many, and the elements of each tensor that one of them has."""
+        return [(len(list(same)), numels) for numels, same in groupby(self._numels)]
+
+    @cached_property
+    def _in_blocks(self) -> bool:
+        """Whether shards are copied a block at a time: hundreds of ranks would have as many views of each tensor."""
+        few = RANKS_OF_BLOCK * len(self._blocks) <= len(self.ranks)
+        return few and all(shards.in_order for shards in self.full)
+
+    def _columns(self, message: Tensor) -> list[tuple[Tensor, ...]]:
+        """Of each tensor its shards in a message: a matrix for each block, with a row for each rank."""
+        parts = message.split([count * sum(numels) for count, numels in self._blocks])
+        rows = [
+            part.view(count, sum(numels)).split(numels, 1)
+            for part, (count, numels) in zip(parts, self._blocks, strict=True)
+        ]
+        return list(zip(*rows, strict=True))
 
     @property
     def gathered_elements(self) -> int:
@@ -90,10 +111,13 @@ class Batched:
         wait = collectives.start(Collective("all_gather", message, self.ranks, self.counts, allocate=lent.empty))
 
         def finish(outs: Sequence[Tensor | None]) -> list[Tensor]:
-            parts, count = wait().split(list(chain.from_iterable(self._numels))), len(self.full)
-            full = [
-                shards.join(parts[k::count], out) for k, (shards, out) in enumerate(zip(self.full, outs, strict=True))
-            ]
+            if self._in_blocks:
+                found = zip(self.full, self._columns(wait()), outs, strict=True)
+                full = [join_blocks(blocks, shards.shape, out) for shards, blocks, out in found]
+            else:
+                parts, count = wait().split(list(chain.from_iterable(self._numels))), len(self.full)
+                joined = enumerate(zip(self.full, outs, strict=True))
+                full = [shards.join(parts[k::count], out) for k, (shards, out) in joined]
             lent.give_back()
             return full
 
@@ -109,15 +133,23 @@ class Batched:
         return found
 
     def _reduce(self, full: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        by_rank = list(zip(*[shards.split(x) for shards, x in zip(self.full, full, strict=True)], strict=True))
         lent = buffers_of_rank().lend(dtype, full[0].device)
-        if self.collective == "reduce_scatter":
-            message = _message([part for parts in by_rank for part in parts], dtype, lent)
+        if self.collective == "reduce_scatter" and self._in_blocks:
+            message = lent.empty(sum(self.counts))
+            for x, blocks in zip(full, self._columns(message), strict=True):
+                split_blocks(x, blocks)
             summed = collectives.reduce_scatter(message, self.counts, self.ranks)
         else:
-            summed = self._exchange(by_rank, dtype, lent)
+            summed = self._reduce_parts(full, dtype, lent)
         lent.give_back()
         return unpacked(summed, self.own)
+
+    def _reduce_parts(self, full: Sequence[Tensor], dtype: torch.dtype, lent: Lent) -> Tensor:
+        by_rank = list(zip(*[shards.split(x) for shards, x in zip(self.full, full, strict=True)], strict=True))
+        if self.collective != "reduce_scatter":
+            return self._exchange(by_rank, dtype, lent)
+        message = _message(list(chain.from_iterable(by_rank)), dtype, lent)
+        return collectives.reduce_scatter(message, self.counts, self.ranks)
 
     def _exchange(self, by_rank: Sequence[Sequence[Tensor]], dtype: torch.dtype, lent: Lent) -> Tensor:
         """A reduce-scatter as an all-to-all and a sum. What this rank keeps is in no message."""

@@ -124,6 +124,22 @@ class Shards:
         return self.join(message.split(self.counts))
 
 
+def join_blocks(blocks: Sequence[Tensor], shape: Sequence[int], out: Tensor | None) -> Tensor:
+    """A tensor whose shards, one after the other, are the rows of these matrices; in `out` if it is given."""
+    flat = blocks[0].new_empty(prod(shape)) if out is None else out.view(-1)
+    for part, block in zip(flat.split([block.numel() for block in blocks]), blocks, strict=True):
+        if block.numel():
+            part.view(block.shape).copy_(block)
+    return as_result(flat, shape) if out is None else out
+
+
+def split_blocks(x: Tensor, blocks: Sequence[Tensor]) -> None:
+    """Copy the shards of a tensor, which are one after the other, into the rows of these matrices."""
+    for part, block in zip(x.reshape(-1).split([block.numel() for block in blocks]), blocks, strict=True):
+        if block.numel():
+            block.copy_(part.view(block.shape))
+
+
 @dataclass(frozen=True)
 class Copies:
     """A tensor of this shape, and all of it for each rank. What comes from them is added."""

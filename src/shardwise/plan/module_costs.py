@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils import _pytree as pytree
 
-from shardwise._layout import REPLICATE, Layout, Mesh, Placement, Shard
+from shardwise._layout import REPLICATE, Layout, Mesh, Placement, Shard, chunk
 from shardwise._redistribute.run_plan import redistribute_local
 from shardwise._tensor.dispatch.resolve import SlottedCall
 from shardwise._tensor.dtensor import DTensor, tag
@@ -151,24 +151,34 @@ class ModuleCosts:
     def parameter(self, number: int, placement: Placement, reshard: bool) -> float:
         """Seconds of all-gathering a parameter along the data axis, of reducing its gradient, and of AdamW."""
         node, value = self.graph.nodes[number], Value(number)
-        size = self.local_bytes(value, placement)
+        size, at_rest, ranks = self.local_bytes(value, placement), self.at_rest(value, placement), self.shape[0]
         if not (node.trains and size):
             return 0.0
-        at_rest = size / self.shape[0]
         touched = 4 * at_rest  # with the gradient and two states
-        found = touched / self.topology.memory_bandwidth
-        message = self._unit_bytes[unit_of(node.name)] * size / self._size(value)
-        gathered, reduced = (self._collective(kind, 0, size, message) for kind in ("all_gather", "reduce_scatter"))
-        found += (1 + reshard) * gathered + reduced
-        return found + (self._collective("all_reduce", 1, at_rest, BUCKET) if placement == REPLICATE else 0.0)
+        seconds = 0.0
+        if ranks > 1:
+            share, gathers = self._size(value) / self._unit_bytes[unit_of(node.name)], 1 + reshard
+            seconds += gathers * self._collective("all_gather", 0, size - at_rest, share)
+            seconds += self._collective("reduce_scatter", 0, (ranks - 1) * at_rest, share)
+            touched += 2 * (gathers + 1) * size + 4 * at_rest  # messages are packed, unpacked and divided
+        if placement == REPLICATE and self.shape[1] > 1:
+            received = 2 * at_rest * (self.shape[1] - 1) / self.shape[1]
+            seconds += self._collective("all_reduce", 1, received, at_rest / BUCKET)
+        return seconds + touched / self.topology.memory_bandwidth
 
-    def _collective(self, kind: str, axis: int, size: float, message: float) -> float:
-        """Seconds of a collective of `size` bytes along an axis, as a part of a message."""
+    def at_rest(self, value: Value, placement: Placement) -> float:
+        """Bytes of a parameter on rank 0 between steps: the data axis divides its first dim, of which rank 0 has most.
+
+        Where few rows are on many ranks, that is more than an equal part, and messages are as long.
+        """
+        shape = self.layout(value, placement).local_shape(self.mesh.ranks[0])
+        rows = chunk(shape[0], self.shape[0])[0] if shape else 1
+        return rows * prod(shape[1:]) * self.graph.result(value).dtype.itemsize
+
+    def _collective(self, kind: str, axis: int, received: float, share: float) -> float:
+        """Seconds of a collective along an axis, in which a rank receives so many bytes, as a part of a message."""
         group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
-        if len(group) == 1:
-            return 0.0
-        received = message * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
-        return self.topology.costs.seconds(kind, group, ranks, received) * size / message
+        return self.topology.costs.seconds(kind, group, ranks, received / share) * share if share else 0.0
 
     def _size(self, value: Value) -> float:
         """Bytes of a value on all ranks."""
@@ -182,9 +192,9 @@ class ModuleCosts:
 
         Parameters that are not resharded after forward are there in full as well.
         """
-        node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
-        copies = 4 if node.trains else 1
-        return size * (copies / self.shape[0] + (self.shape[0] > 1 and not reshard))
+        node, value = self.graph.nodes[number], Value(number)
+        gathered = self.local_bytes(value, placement) if self.shape[0] > 1 and not reshard else 0.0
+        return (4 if node.trains else 1) * self.at_rest(value, placement) + gathered
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

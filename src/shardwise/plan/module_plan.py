@@ -1,10 +1,10 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torch import nn
 
@@ -138,7 +138,7 @@ class ModulePlan(Report):
     # ---- reasons -----------------------------------------------------------------------------------------------
 
     @checked
-    def what_if(self, **changes: object) -> tuple[PlanChange, "ModulePlan"]:
+    def what_if(self, **changes: Unpack["Changes"]) -> tuple[PlanChange, "ModulePlan"]:
         """The plan with changes, and how its simulated step differs from that of this plan.
 
             change, other = plan.what_if(pinned={"layers.*.attention.wq.weight": Replicate()})
@@ -149,10 +149,11 @@ class ModulePlan(Report):
 
         Raises:
             PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
+            ArgumentError, MeshError: a change of another type.
         """
         if self.origin is None or self.step is None:
             raise PlanError("The plan has no module to try changes on. Fix: plan_module(…), or price_module(…).")
-        known = {"pinned", "mesh", "head_room", "styles", "units", "reshard"}
+        known = list(Changes.__annotations__)
         for name in changes:
             if name not in known:
                 raise PlanError(f"what_if: no change {name!r}.{did_you_mean(name, known)} Fix: {', '.join(known)}.")
@@ -254,6 +255,17 @@ class ModulePlan(Report):
         return module_page(self._heading(), self.mesh, self.step, styles, units, self.reasons, self.tried)
 
 
+class Changes(TypedDict, total=False):
+    """What `what_if` changes."""
+
+    pinned: Mapping[str, Placement]
+    mesh: Mesh | None
+    head_room: float
+    styles: Mapping[str, Entry]
+    units: Sequence[str]
+    reshard: bool
+
+
 def _names(reason: Reason) -> str:
     names = globs(reason.names) if reason.names[1:] else reason.names
     return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
@@ -292,7 +304,8 @@ def plan_module(
         print(plan)
         plan.apply(model)
 
-    The plan's step, with AdamW, is simulated on rank 0. If its memory does not fit, choices with less are searched.
+    The plan's step, with AdamW, is simulated on rank 0, and so is that of the longest data axis that seems nearly
+    as fast: the shorter is taken. If its memory does not fit, choices with less are searched.
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
@@ -338,22 +351,33 @@ def _planned(origin: Origin) -> ModulePlan:
     pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}
     memory, shapes = topology.memory * (1 - origin.head_room), _shapes(topology, mesh, batch_rows(search.inputs))
     budget, scale = inf, 1.0
-    while (found := search.run(shapes, budget, pinned)) is not None:
-        plan = _plan_of(module, mesh, found)
-        step = price_module(module, plan, topology, search.inputs, forward=search.forward)
+    while found := search.run(shapes, budget, pinned):
+        steps = _simulated(origin, found)
+        step, plan, choices = next(steps)
         if step.peak_bytes <= memory:
+            fitting = [(step, plan, choices), *(one for one in steps if one[0].peak_bytes <= memory)]
+            step, plan, choices = min(fitting, key=lambda one: one[0].seconds)
             return replace(
-                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(found)),
+                plan, step=step, memory=memory, bound=search.bound, reasons=tuple(reasons_of(choices)),
                 tried=tuple(search.tried), origin=origin,
             )  # fmt: skip
-        scale = step.peak_bytes / found.bytes
-        budget = found.bytes * min(memory / step.peak_bytes, 0.99)
+        scale = step.peak_bytes / choices.bytes
+        budget = choices.bytes * min(memory / step.peak_bytes, 0.99)
     need = max(search.least_bytes * scale, memory)
     raise TooLargeError(
         f"Does not fit on {count_text(topology.ranks, 'rank')}: a rank has {bytes_text(memory)} and needs "
         f"{bytes_text(need)}, so {bytes_text(need - memory)} are missing. "
         f"Fix: more ranks, a smaller batch, or activation checkpointing."
     )
+
+
+def _simulated(origin: Origin, found: list[Found]) -> Iterator[tuple[RankClass, ModulePlan, Found]]:
+    """Choices with their plans and simulated steps, one after the other."""
+    search = origin.search
+    for choices in found:
+        plan = _plan_of(search.module, origin.mesh, choices)
+        step = price_module(search.module, plan, search.topology, search.inputs, forward=search.forward)
+        yield step, plan, choices
 
 
 def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:

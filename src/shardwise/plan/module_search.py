@@ -1,8 +1,8 @@
 """The search for the plan of a module: which mesh, which choices, and whether parameters are resharded after forward.
 
 Shapes of the mesh are tried one after the other. A shape is left out once the cheapest choices of its nodes alone, with
-no redistributions, take longer than the best plan so far. If the cheapest choices do not fit the memory, bytes get a
-price that is raised until they do.
+no redistributions, take longer than the best plan so far and `CLOSE` allow. If the cheapest choices do not fit the
+memory, bytes get a price that is raised until they do.
 """
 
 import gc
@@ -28,6 +28,7 @@ from shardwise.simulation.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]
+CLOSE = 1.05  # so many times the best costs decide nothing: simulated steps differ from costs by as much
 ROUNDS = 23  # of raising and lowering the price of a byte
 DEAREST = 1e-6  # seconds: at this price of a byte choices take the least memory
 
@@ -143,19 +144,23 @@ class Search:
         self._costs: dict[tuple[int, int], ModuleCosts] = {}
         self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
 
-    def run(self, shapes: Sequence[tuple[int, int]], memory: float, pinned: Mapping[str, Placement]) -> Found | None:
-        """The best of these shapes, with the placements that are pinned; None if no choices fit the memory.
+    def run(self, shapes: Sequence[tuple[int, int]], memory: float, pinned: Mapping[str, Placement]) -> list[Found]:
+        """The best of these shapes, with the placements that are pinned, and of those whose costs are close to its own
+        the one with the longest data axis, which is the simplest plan; empty if no choices fit the memory.
 
         Raises:
             PlanError: no plan has what is pinned.
         """
         self.tried, self.bound = [], inf
-        best: Found | None = None
+        found: list[Found] = []
+        limit = inf
         for shape in shapes:
-            found = self._on(shape, memory, pinned, inf if best is None else best.seconds)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
-        return best
+            one = self._on(shape, memory, pinned, limit)
+            if one is not None:
+                found.append(one)
+                limit = min(limit, CLOSE * one.seconds)
+        close = sorted([one for one in found if one.seconds <= limit], key=lambda one: one.seconds)
+        return close[:1] + sorted(close[1:], key=lambda one: -one.costs.shape[0])[:1]
 
     def _on(self, shape: tuple[int, int], memory: float, pinned: Mapping[str, Placement], limit: float) -> Found | None:
         """The best choices on a shape, if they may take less than `limit` seconds."""

@@ -282,11 +282,11 @@ def _storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: d
     axis = mesh.ndim - 1
     if is_torch_dtensor(parameter):
         raise PlanError("it is a DTensor of torch. Fix: shard_module(module, {}) first makes it one of shardwise.")
+    if not parameter.ndim:
+        raise PlanError(
+            "a parameter without dims cannot be sharded. Fix: make it 1-D, such as nn.Parameter(torch.ones(1))."
+        )
     if not isinstance(parameter, DTensor):
-        if parameter.ndim == 0:
-            raise PlanError(
-                "a parameter without dims cannot be sharded. Fix: make it 1-D, such as nn.Parameter(torch.ones(1))."
-            )
         full = Layout(mesh, [REPLICATE] * mesh.ndim, tuple(parameter.shape))
         return Stored(full.with_axis(axis, placement), axis, full, None, mesh.size())
     layout = parameter._layout
