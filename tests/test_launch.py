@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
-from multiprocessing import active_children, resource_tracker
+from multiprocessing import active_children, forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise import init_device_mesh
-from shardwise._launch import launch, under_torchrun
+from shardwise._launch import launch, processes, under_torchrun
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
 from tests.launch_jobs import facts, fail_on, meshes_with, unpicklable
@@ -44,23 +44,30 @@ def nothing_left_behind() -> Iterator[None]:
     assert open_files() == before
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked from the server of `tests/forked.py`: how they end is the same, and they start at once."""
+    forkserver.ensure_running()
+    monkeypatch.setattr(processes, "RankProcesses", partial(processes.RankProcesses, forked=True))
+
+
 # ---- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_world_and_rank_0_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    answer = launch(facts, "hello", (1, 2), nproc=nproc)
+    answer = launch(facts, "hello", (1, 2), nproc=2)
     ranks, pids, threads = zip(*answer.pop("heard"), strict=True)
-    assert answer == {"greeting": "hello", "sizes": (1, 2), "environment": nproc}
-    assert ranks == tuple(range(nproc))
-    assert len({*pids, os.getpid()}) == nproc + 1
-    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // nproc)}
+    assert answer == {"greeting": "hello", "sizes": (1, 2), "environment": 2}
+    assert ranks == (0, 1)
+    assert len({*pids, os.getpid()}) == 3
+    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 # ---- failures ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("how", "message", "exitcode"),
     [
@@ -80,6 +87,7 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how: str, me
     assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(fail_on, 0, "raise", nproc=1)
@@ -90,6 +98,7 @@ def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
     assert caught.value.rank_traceback in "".join(caught.value.__notes__)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed: RemoteRankError: Rank 1 did not join collective #2"):
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=under_load(4.0))
@@ -106,6 +115,7 @@ def test_a_mesh_has_the_timeout_of_the_world_and_refuses_another() -> None:
         launch(meshes_with, 8, nproc=2, timeout_seconds=71.5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_result_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot return 'function'"):
         launch(unpicklable, nproc=1)

@@ -99,16 +99,20 @@ def each(folder: Path, worlds: Mapping[str, Callable[[Path], Found]]) -> dict[st
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SCRIPT) -> list[tuple[int, str]]:
     """Exit code and stderr of processes that run `before` and then `body` as the program of an interpreter.
 
     They are forked from a server that has imported torch, and end as an interpreter does: threads are joined, exit
     handlers run, and Python is finalized.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     world |= {"GLOO_SOCKET_IFNAME": "lo", "SECONDS_TO_WAIT": str(timeout)}
     code = before + textwrap.dedent(body)
     with tempfile.TemporaryDirectory() as folder:
