@@ -21,6 +21,7 @@ from shardwise import init_device_mesh
 from shardwise._launch import launch, processes, under_torchrun
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
+from tests.collectives.real_ranks import run_program
 from tests.launch_jobs import facts, fail_on, meshes_with, unpicklable
 from tests.sessions import press_ctrl_c, session
 from tests.timeouts import PATIENCE_SECONDS, under_load
@@ -179,8 +180,10 @@ def test_a_program_whose_function_ranks_cannot_import_is_told_what_to_do(tmp_pat
 
     def error_of(name: str) -> str:
         code, file = PROGRAMS[name][0], tmp_path / name
+        if name == "-c":
+            return run_program(code)[2]
         file.write_text(code, encoding="utf-8")
-        command = [sys.executable, *{"-c": ["-c", code], "standard input": []}.get(name, [str(file)])]
+        command = [sys.executable, *([] if name == "standard input" else [str(file)])]
         return subprocess.run(command, env=environment, input=code, capture_output=True, text=True, check=False).stderr
 
     with ThreadPoolExecutor() as pool:

@@ -132,9 +132,28 @@ def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SC
                 rank.join()
 
 
-def _interpret(code: str, environment: Mapping[str, str], stderr: str) -> None:
-    with Path(stderr).open("w") as file:
-        os.dup2(file.fileno(), 2)
+def run_program(code: str, *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python -c code *args`; see `run_script`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = CONTEXT.Process(target=_interpret, args=(code, {}, str(err), str(out), args))
+        process.start()
+        try:
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode is not None, "the program did not end"
+            return process.exitcode, out.read_text(), err.read_text()
+        finally:
+            process.kill()
+            process.join()
+
+
+def _interpret(
+    code: str, environment: Mapping[str, str], stderr: str, stdout: str = os.devnull, args: tuple[str, ...] = ()
+) -> None:
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        with Path(path).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["-c", *args]
     os.environ.update(environment)
     failed = ctypes.pythonapi.PyRun_SimpleString(code.encode())
     ctypes.pythonapi.Py_Exit(-failed)
