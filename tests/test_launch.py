@@ -38,7 +38,8 @@ def open_files() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No process and no open file, after success or failure."""
-    resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends
+    resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends,
+    forkserver.ensure_running()  # and the server that programs are forked from
     before, others = open_files(), set(active_children())  # the ranks that other tests share live on
     yield
     assert set(active_children()) <= others
@@ -48,7 +49,6 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from the server of `tests/forked.py`: how they end is the same, and they start at once."""
-    forkserver.ensure_running()
     monkeypatch.setattr(processes, "RankProcesses", partial(processes.RankProcesses, forked=True))
 
 
@@ -266,19 +266,6 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 # ---- torchrun ---------------------------------------------------------------------------------------------
-
-
-def test_under_torchrun_its_processes_are_the_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.launch_jobs", "say_who", "5"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]
 
 
 @pytest.mark.slow

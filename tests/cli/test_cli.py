@@ -163,16 +163,16 @@ def test_python_m_shardwise_is_the_same_program_and_a_reader_that_left_is_no_err
 def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def launch(work: Callable[..., object], *args: object, nproc: int, timeout_seconds: float) -> object:
+        return world(nproc, real=True, timeout=timeout_seconds).run(quickly, work, *args)[0]
+
+    monkeypatch.setattr("shardwise._launch.launch", launch)
     assert cli.main(["doctor", "--nproc", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     assert names == ["shardwise", "torch", "python", "cores", "memory", "disk", "ranks"]
     assert lines[-1].split()[1:4] == ["2", "exchanged", "1"]
 
-    def launch(work: Callable[..., str], *args: object, nproc: int, timeout_seconds: float) -> str:
-        return str(world(nproc, real=True, timeout=timeout_seconds).run(quickly, work, *args)[0])
-
-    monkeypatch.setattr("shardwise._launch.launch", launch)
     assert cli.main(["doctor", "--calibrate", "--output", str(tmp_path / "costs.json")]) == 0
     out = capsys.readouterr().out
     assert "inside a host, reduce_scatter" in out

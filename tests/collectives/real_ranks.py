@@ -145,6 +145,7 @@ def run_program(code: str, *args: str) -> tuple[int, str, str]:
         finally:
             process.kill()
             process.join()
+            process.close()
 
 
 def _interpret(

@@ -305,8 +305,8 @@ def test_where_torchrun_keeps_the_group_a_warning_says_so(how: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("how", "options", "expected"),
     [
-        ("init_device_mesh", {}, RESTARTED),
-        pytest.param("launch", {}, RESTARTED, marks=SLOW),
+        ("launch", {}, RESTARTED),
+        pytest.param("init_device_mesh", {}, RESTARTED, marks=SLOW),
         pytest.param("its own prefix", {}, RESTARTED, marks=SLOW),
         pytest.param("the last restart", {}, RESTARTED, marks=SLOW),
         pytest.param("init_process_group", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, RESTARTED, marks=SLOW),

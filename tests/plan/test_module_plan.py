@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def meta_batch(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=torch.long, device="meta"), torch.empty(shape, dtype=torch.long, device="meta")
 
 
+@cache
+def large_plan() -> ModulePlan:
+    return plan_module(on_meta(LARGE), GPUS, meta_batch(1, 512), forward=loss_of, mesh=Mesh((4,)))
+
+
+@cache
+def small_plan() -> ModulePlan:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    return plan_module(on_meta(SMALL), SLOW, meta_batch(4, 16), forward=loss_of, mesh=mesh)
+
+
 # ---- what is found ------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +106,7 @@ def test_a_plan_by_hand_is_timed_by_what_it_computes_and_sends() -> None:
 def test_a_plan_is_timed_by_its_second_step(reshard: bool) -> None:
     """`price_module` makes the states of AdamW without a first step; here there is one."""
     model, batch = on_meta(SMALL), meta_batch(4, 16)
-    plan = replace(plan_module(model, SLOW, batch, forward=loss_of, mesh=Mesh((2, 2))), reshard=reshard)
+    plan = replace(small_plan(), reshard=reshard)
     build = training(model, lambda model, _: plan.apply(model, src_data_rank=None), step_of(batch, loss_of, 2))
     second, _ = simulate_rank(build, plan.mesh, SLOW, 0)
     price = price_module(model, plan, SLOW, batch, forward=loss_of)
@@ -103,7 +115,7 @@ def test_a_plan_is_timed_by_its_second_step(reshard: bool) -> None:
 
 
 def test_a_transformer_gets_the_plan_of_megatron() -> None:
-    plan = plan_module(on_meta(LARGE), GPUS, meta_batch(1, 512), forward=loss_of, mesh=Mesh((4,)))
+    plan = large_plan()
     column = ColwiseParallel(use_local_output=False)
     for layer in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
         assert plan.styles[f"layers.*.{layer}"] == column
@@ -123,8 +135,7 @@ def test_heads_that_share_a_key_stay_on_one_rank() -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_step_takes_no_longer_than_under_the_plan_by_hand(sequence: bool) -> None:
-    model, batch = on_meta(LARGE), meta_batch(1, 512)
-    plan = plan_module(model, GPUS, batch, forward=loss_of, mesh=Mesh((4,)))
+    model, batch, plan = on_meta(LARGE), meta_batch(1, 512), large_plan()
     tokens, targets = (torch.zeros(x.shape, dtype=x.dtype) for x in batch)
 
     def by_hand(model: nn.Module, _: Mesh) -> None:
@@ -356,8 +367,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(change: Callable[[str], str], mes
 
 def test_the_code_of_a_plan_applies_it() -> None:
     torch.manual_seed(0)
-    model = Transformer(SMALL)
-    plan = plan_module(model, SLOW, meta_batch(4, 12), forward=loss_of, mesh=Mesh((2, 2), names=("dp", "tp")))
+    model, plan = Transformer(SMALL), small_plan()
 
     def body() -> None:
         applied, executed = copy.deepcopy(model), copy.deepcopy(model)

@@ -191,7 +191,7 @@ def test_a_plan_that_was_read_is_checked_beside_a_price(tmp_path: Path) -> None:
         loaded.check(lambda: None)
 
 
-@pytest.mark.parametrize("case", ["bags", "rows", "weighted"])
+@pytest.mark.parametrize("case", ["rows", "weighted"])
 def test_a_step_of_tables_sends_the_bytes_of_its_plan(case: str) -> None:
     weighted, cls = case == "weighted", EmbeddingConfig if case == "rows" else EmbeddingBagConfig
     tables: Any = [cls(n, 16, f"t{i}", feature_names=[f"f{i}"]) for i, n in enumerate((90_000, 90, 1))]

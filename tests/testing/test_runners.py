@@ -2,12 +2,13 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise import errors
-from tests.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
@@ -79,7 +80,7 @@ if __name__ == "__main__":
 def report(folder: Path, command: list[str], end: str) -> str:
     (folder / "test_of_a_user.py").write_text(TEST_FILE.replace("END", end))
     env = {**os.environ, "PYTHONPATH": SOURCE, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = run_forked(command, folder, env)
+    ran = subprocess.run([sys.executable, *command], env=env, cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr
 
