@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.testing import world
 from tests.collectives.real_ranks import free_port
-from tests.forked import forked
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
@@ -80,16 +80,12 @@ def test_under_torchrun_the_processes_are_the_ranks(tmp_path: Path) -> None:
     """Started with the variables that torchrun sets."""
     one_world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
     one_world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    with ExitStack() as all_end:
-        ranks = [
-            all_end.enter_context(
-                forked(
-                    [str(FILE), "-e", "row-wise-uneven"],
-                    tmp_path,
-                    {**os.environ, **one_world, "RANK": rank, "LOCAL_RANK": rank},
-                )
-            )
-            for rank in "0123"
-        ]
-        said = [rank.communicate() for rank in ranks]
-    assert [out for out, _ in said] == [UNEVEN, "", "", ""], said
+
+    def printed(rank: str) -> str:
+        variables = {**os.environ, **one_world, "RANK": rank, "LOCAL_RANK": rank}
+        done = run_forked([str(FILE), "-e", "row-wise-uneven"], tmp_path, variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(printed, "0123")) == [UNEVEN, "", "", ""]

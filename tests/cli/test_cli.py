@@ -172,7 +172,6 @@ def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(
     names = [line.split()[0] for line in lines]
     assert names == ["shardwise", "torch", "python", "cores", "memory", "disk", "ranks"]
     assert lines[-1].split()[1:4] == ["2", "exchanged", "1"]
-
     assert cli.main(["doctor", "--calibrate", "--output", str(tmp_path / "costs.json")]) == 0
     out = capsys.readouterr().out
     assert "inside a host, reduce_scatter" in out
