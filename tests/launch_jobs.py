@@ -119,7 +119,6 @@ def finalize_for_ever() -> None:
 JOBS = {
     "wait_for_ever": wait_for_ever,
     "finalize_for_ever": finalize_for_ever,
-    "say_who": say_who,
     "sleep_for_ever": sleep_for_ever,
 }
 

@@ -11,16 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf, nan
-from multiprocessing import active_children, resource_tracker
+from multiprocessing import active_children, forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise import init_device_mesh
-from shardwise._launch import launch, under_torchrun
+from shardwise._launch import launch, processes, under_torchrun
 from shardwise.checkpoint import save
 from shardwise.errors import ArgumentError, LaunchError, RankFailedError
+from tests.collectives.real_ranks import run_program
 from tests.launch_jobs import facts, fail_on, meshes_with, unpicklable
 from tests.sessions import press_ctrl_c, session
 from tests.timeouts import PATIENCE_SECONDS, under_load
@@ -37,30 +38,37 @@ def open_files() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No process and no open file, after success or failure."""
-    resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends
+    resource_tracker.ensure_running()  # multiprocessing keeps it, and its pipe, until this process ends,
+    forkserver.ensure_running()  # and the server that programs are forked from
     before, others = open_files(), set(active_children())  # the ranks that other tests share live on
     yield
     assert set(active_children()) <= others
     assert open_files() == before
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked from the server of `tests/forked.py`: how they end is the same, and they start at once."""
+    monkeypatch.setattr(processes, "RankProcesses", partial(processes.RankProcesses, forked=True))
+
+
 # ---- results ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ranks_share_a_world_and_rank_0_answers(nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_world_and_rank_0_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    answer = launch(facts, "hello", (1, 2), nproc=nproc)
+    answer = launch(facts, "hello", (1, 2), nproc=2)
     ranks, pids, threads = zip(*answer.pop("heard"), strict=True)
-    assert answer == {"greeting": "hello", "sizes": (1, 2), "environment": nproc}
-    assert ranks == tuple(range(nproc))
-    assert len({*pids, os.getpid()}) == nproc + 1
-    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // nproc)}
+    assert answer == {"greeting": "hello", "sizes": (1, 2), "environment": 2}
+    assert ranks == (0, 1)
+    assert len({*pids, os.getpid()}) == 3
+    assert set(threads) == {max(1, len(os.sched_getaffinity(0)) // 2)}
 
 
 # ---- failures ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("how", "message", "exitcode"),
     [
@@ -80,6 +88,7 @@ def test_the_rank_that_failed_is_named_not_those_that_waited_for_it(how: str, me
     assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(fail_on, 0, "raise", nproc=1)
@@ -90,6 +99,7 @@ def test_the_traceback_of_the_rank_starts_at_the_user_function() -> None:
     assert caught.value.rank_traceback in "".join(caught.value.__notes__)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs_fails_the_others_at_the_timeout() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed: RemoteRankError: Rank 1 did not join collective #2"):
         launch(fail_on, 1, "hang", nproc=2, timeout_seconds=under_load(4.0))
@@ -106,6 +116,7 @@ def test_a_mesh_has_the_timeout_of_the_world_and_refuses_another() -> None:
         launch(meshes_with, 8, nproc=2, timeout_seconds=71.5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_result_that_cannot_be_pickled_is_refused() -> None:
     with pytest.raises(RankFailedError, match="rank 0 failed: LaunchError: launch cannot return 'function'"):
         launch(unpicklable, nproc=1)
@@ -169,8 +180,10 @@ def test_a_program_whose_function_ranks_cannot_import_is_told_what_to_do(tmp_pat
 
     def error_of(name: str) -> str:
         code, file = PROGRAMS[name][0], tmp_path / name
+        if name == "-c":
+            return run_program(code)[2]
         file.write_text(code, encoding="utf-8")
-        command = [sys.executable, *{"-c": ["-c", code], "standard input": []}.get(name, [str(file)])]
+        command = [sys.executable, *([] if name == "standard input" else [str(file)])]
         return subprocess.run(command, env=environment, input=code, capture_output=True, text=True, check=False).stderr
 
     with ThreadPoolExecutor() as pool:
@@ -253,19 +266,6 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 # ---- torchrun ---------------------------------------------------------------------------------------------
-
-
-def test_under_torchrun_its_processes_are_the_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.launch_jobs", "say_who", "5"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank \d", done.stdout)) == ["rank 0", "rank 1"]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager
 from functools import cache, partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -469,17 +470,25 @@ def is_refused(op: Callable[[Any], object], value: object) -> bool:
     return False
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
 
     def save() -> None:
         torch.manual_seed(0)
-        checkpoint.save("saved", {"x": table()}, step=1)
-        checkpoint.save("module", checkpoint.state_of(nn.Linear(3, 4)), step=1)
-        save_file(nn.Linear(3, 4).state_dict(), "plain.safetensors")
+        checkpoint.save(folder / "saved", {"x": table()}, step=1)
+        checkpoint.save(folder / "module", checkpoint.state_of(nn.Linear(3, 4)), step=1)
+        save_file(nn.Linear(3, 4).state_dict(), folder / "plain.safetensors")
 
     world(RANKS).run(save)
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is a copy, which calls may change."""
+    copytree(saved_once, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -37,9 +37,9 @@ from shardwise.experimental import local_map
 from shardwise.parallel import ColwiseParallel, fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, LocalShardsWrapper, shard_parameter
 from shardwise.testing import world
-from tests.test_nonsense import CALLS, RANKS, invoke, saved
+from tests.test_nonsense import CALLS, RANKS, invoke, saved, saved_once
 
-__all__ = ["saved"]  # a fixture
+__all__ = ["saved", "saved_once"]  # fixtures
 
 # ---- torch's objects ------------------------------------------------------------------------------------------
 

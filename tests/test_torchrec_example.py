@@ -1,14 +1,17 @@
 """The examples of sharded embedding tables: each by its name, on simulated ranks and under torchrun."""
 
 import importlib.util
-import subprocess
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from shardwise.testing import world
+from tests.collectives.real_ranks import free_port
+from tests.forked import run_forked
 
 pytestmark = pytest.mark.processes
 
@@ -73,8 +76,16 @@ def test_other_names_and_other_worlds_are_refused(
         world(2).run(example.run, ["grid"])
 
 
-def test_under_torchrun_the_processes_are_the_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run([*command, str(FILE), "-e", "row-wise-uneven"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == UNEVEN
+def test_under_torchrun_the_processes_are_the_ranks(tmp_path: Path) -> None:
+    """Started with the variables that torchrun sets."""
+    one_world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
+    one_world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def printed(rank: str) -> str:
+        variables = {**os.environ, **one_world, "RANK": rank, "LOCAL_RANK": rank}
+        done = run_forked([str(FILE), "-e", "row-wise-uneven"], tmp_path, variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(printed, "0123")) == [UNEVEN, "", "", ""]

@@ -1,11 +1,12 @@
 """How far warm calls go through the library: `tools/walk.py`."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from shardwise import launch
-from tools.walk import RANKS, walks
+from tests.forked import run_forked
 
 MOST_FRAMES = {
     "matmul": 4,
@@ -18,7 +19,8 @@ MOST_FRAMES = {
 
 
 @pytest.mark.processes
-def test_warm_calls_make_few_frames(tmp_path: Path) -> None:
-    found = launch(walks, str(tmp_path), nproc=RANKS)  # new processes, whose world has no other groups
-    counts = {name: len(found[name][-1]) for name in MOST_FRAMES}
-    assert all(counts[name] <= most for name, most in MOST_FRAMES.items()), counts
+def test_warm_calls_make_few_frames() -> None:
+    table = run_forked(["-m", "tools.walk"], Path(__file__).parents[1], os.environ, ranks=True)
+    assert table.returncode == 0, table.stderr
+    counts = {line[:30].strip(): int(re.findall(r"(\d+) in ", line)[-1]) for line in table.stdout.splitlines()[1:]}
+    assert all(counts[name] <= most for name, most in MOST_FRAMES.items()), table.stdout

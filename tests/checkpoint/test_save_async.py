@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from shardwise.errors import CheckpointError, MismatchError
 from shardwise.testing import world
 from tests.checkpoint.faults import watched_at
 from tests.checkpoint.states import blank, content, distributed, failed, layouts
+from tests.collectives.real_ranks import run_program
 
 SEE = "Fix: see that the place exists, has room and may be read and written"
 SHAPE = (5, 3)
@@ -294,15 +293,9 @@ USES_AN_EXECUTOR = """
 """
 
 
-def run_program(code: str, folder: Path) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", dedent(code), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.processes
 def test_a_program_that_ends_waits_for_it_also_where_the_store_uses_an_executor(tmp_path: Path) -> None:
-    assert run_program(USES_AN_EXECUTOR, tmp_path) == (0, "end\n", "")
+    assert run_program(dedent(USES_AN_EXECUTOR), str(tmp_path)) == (0, "end\n", "")
     state = {"x": torch.zeros(3)}
     load(f"file://{tmp_path}", state)
     assert state["x"].tolist() == [1, 1, 1]
@@ -311,7 +304,7 @@ def test_a_program_that_ends_waits_for_it_also_where_the_store_uses_an_executor(
 @pytest.mark.processes
 def test_a_program_whose_last_checkpoint_failed_has_failed(tmp_path: Path) -> None:
     said = f"Saving step 1 to {tmp_path} failed: No space left on device: somewhere. {SEE}\n"
-    assert run_program(FAILS, tmp_path) == (1, "end\n", said)
+    assert run_program(dedent(FAILS), str(tmp_path)) == (1, "end\n", said)
     assert latest(tmp_path) is None
 
 

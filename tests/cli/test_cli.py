@@ -23,6 +23,7 @@ from shardwise._cli.completion import every_parser
 from shardwise._collectives.cost_tables import SPEEDS, read_costs, read_speeds
 from shardwise.errors import ConfigError, RankFailedError
 from shardwise.testing import world
+from tests.redistribute.test_costs import quickly
 
 Captured = pytest.CaptureFixture[str]
 
@@ -159,7 +160,13 @@ def test_python_m_shardwise_is_the_same_program_and_a_reader_that_left_is_no_err
 
 
 @pytest.mark.processes
-def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(tmp_path: Path, capsys: Captured) -> None:
+def test_doctor_lets_ranks_talk_and_measures_what_collectives_cost(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(work: Callable[..., object], *args: object, nproc: int, timeout_seconds: float) -> object:
+        return world(nproc, real=True, timeout=timeout_seconds).run(quickly, work, *args)[0]
+
+    monkeypatch.setattr("shardwise._launch.launch", launch)
     assert cli.main(["doctor", "--nproc", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]

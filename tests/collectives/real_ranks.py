@@ -99,16 +99,20 @@ def each(folder: Path, worlds: Mapping[str, Callable[[Path], Found]]) -> dict[st
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SCRIPT) -> list[tuple[int, str]]:
     """Exit code and stderr of processes that run `before` and then `body` as the program of an interpreter.
 
     They are forked from a server that has imported torch, and end as an interpreter does: threads are joined, exit
     handlers run, and Python is finalized.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     world |= {"GLOO_SOCKET_IFNAME": "lo", "SECONDS_TO_WAIT": str(timeout)}
     code = before + textwrap.dedent(body)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,9 +132,29 @@ def run_script(body: str, size: int = 2, timeout: float = 60.0, before: str = SC
                 rank.join()
 
 
-def _interpret(code: str, environment: Mapping[str, str], stderr: str) -> None:
-    with Path(stderr).open("w") as file:
-        os.dup2(file.fileno(), 2)
+def run_program(code: str, *args: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python -c code *args`; see `run_script`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = CONTEXT.Process(target=_interpret, args=(code, {}, str(err), str(out), args))
+        process.start()
+        try:
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode is not None, "the program did not end"
+            return process.exitcode, out.read_text(), err.read_text()
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _interpret(
+    code: str, environment: Mapping[str, str], stderr: str, stdout: str = os.devnull, args: tuple[str, ...] = ()
+) -> None:
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        with Path(path).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["-c", *args]
     os.environ.update(environment)
     failed = ctypes.pythonapi.PyRun_SimpleString(code.encode())
     ctypes.pythonapi.Py_Exit(-failed)

@@ -60,20 +60,21 @@ def end(how: str) -> None:
             return
 
 
-def until_the_others_fail(folder: str) -> str:
+def until_the_others_fail(folder: str, pause: float = 0.02) -> str:
     """Wait until the other ranks have written down that they failed."""
     others = [Path(folder) / f"outcome-{other}" for other in (0, 2)]
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         if all(other.exists() for other in others):
             return "the others have failed"
+        time.sleep(pause)
     return "the others still wait"
 
 
-def loop_until_the_others_fail(folder: str) -> str:
+def loop_until_the_others_fail(folder: str, pause: float = 0.0) -> str:
     """Rank 1 never comes, and gives its processor no rest."""
     if rank() == 1:
-        return until_the_others_fail(folder)
+        return until_the_others_fail(folder, pause)
     barrier(WORLD)
     return ""
 
@@ -105,7 +106,7 @@ def fail_between_start_and_finish() -> None:
 def come_one_after_the_other(folder: str, timeout: float) -> str:
     """Rank 2 joins shortly before the timeout of rank 0, which waits for rank 1, ends."""
     time.sleep(0.75 * timeout if rank() == 2 else 0)
-    return loop_until_the_others_fail(folder)
+    return loop_until_the_others_fail(folder, 0.02)
 
 
 def wait_in_a_chain() -> None:
@@ -144,7 +145,7 @@ def report_and_live_on(folder: str) -> str:
     """Rank 1 tells of an error that nobody sees, and keeps its connections."""
     if rank() == 1:
         collectives.report_failure(Broken("caught by its caller"))
-    return loop_until_the_others_fail(folder)
+    return loop_until_the_others_fail(folder, 0.02)
 
 
 def fail_because_of_another() -> None:
@@ -166,7 +167,7 @@ def fail_in_a_thread(folder: str) -> str:
         thread = threading.Thread(target=_die, name="loader")
         thread.start()
         thread.join()
-    return loop_until_the_others_fail(folder)
+    return loop_until_the_others_fail(folder, 0.02)
 
 
 def _die() -> None:

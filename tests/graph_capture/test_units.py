@@ -27,7 +27,7 @@ from tests.parallel.units import (
 )
 
 OPTIONS: dict[int, dict[str, Any]] = {2: {"prefetch": 2}, 3: {}, 4: {"reshard_after_forward": 2}}  # by ranks
-FEW = [(2, False, False), (2, True, True), (3, True, False), (4, False, True)]
+FEW = [(2, True, True), (3, True, False), (4, False, True)]
 
 
 @pytest.mark.parametrize(

@@ -102,19 +102,24 @@ PLANS = {
 }
 
 
+EXPERTS, UNTIED = {"num_experts": 2}, {"n_kv_heads": 2, "weight_tying": False}
+
+
 @pytest.mark.parametrize(
-    ("plan", "size"),
+    ("plan", "size", "switches"),
     [
-        ("tensor parallel", 3),
-        ("tensor parallel", 5),
-        ("tables in rows", 2),
-        ("tables in uneven rows", 3),
-        ("tables in columns", 4),
-        ("all in rows", 3),
-        ("replicated", 1),
+        ("tensor parallel", 3, UNTIED),
+        ("tensor parallel", 5, EXPERTS),
+        ("tables in rows", 2, UNTIED),
+        ("tables in uneven rows", 3, {}),
+        ("tables in uneven rows", 3, UNTIED),
+        ("tables in columns", 4, {}),
+        ("all in rows", 3, EXPERTS),
+        ("all in rows", 3, {}),
+        ("replicated", 1, EXPERTS),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("switches", [{}, {"num_experts": 2}, {"n_kv_heads": 2, "weight_tying": False}], ids=str)
 def test_a_sharded_transformer_has_the_plain_one_s_gradients(plan: str, size: int, switches: dict[str, int]) -> None:
     torch.manual_seed(0)
     args = ModelArgs(**{"dropout_p": 0.0, "n_layers": 1, **switches})  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from shardwise.parallel.experts import MixtureOfExperts
 from shardwise.plan import Link, ModulePlan, Topology, plan_module
 from shardwise.testing import world
 from tests.parallel.one_process import full, raised
+from tests.timeouts import PATIENCE_SECONDS
 from tools.model_zoo import FAMILIES
 
 LINK = Link(1e9, 1e-7)
@@ -72,7 +73,7 @@ def test_a_step_under_the_plan_is_that_of_one_process(name: str, mesh: Mesh) -> 
         part = collectives.rank() // (mesh.size() // parts)
         return learnt(plan.apply(copy.deepcopy(model)), {n: x.chunk(parts)[part] for n, x in inputs.items()})
 
-    found = world(mesh.size(), timeout=500).run(body)
+    found = world(mesh.size(), timeout=PATIENCE_SECONDS).run(body)
     loss, gradients = learnt(copy.deepcopy(model), inputs)
     assert_close(torch.stack([one[0] for one in found]).mean(), loss)
     for _, own in found:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def meta_batch(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.empty(shape, dtype=torch.long, device="meta"), torch.empty(shape, dtype=torch.long, device="meta")
 
 
+@cache
+def large_plan() -> ModulePlan:
+    return plan_module(on_meta(LARGE), GPUS, meta_batch(1, 512), forward=loss_of, mesh=Mesh((4,)))
+
+
+@cache
+def small_plan() -> ModulePlan:
+    mesh = Mesh((2, 2), names=("dp", "tp"))
+    return plan_module(on_meta(SMALL), SLOW, meta_batch(4, 16), forward=loss_of, mesh=mesh)
+
+
 # ---- what is found ------------------------------------------------------------------------------------------------
 
 
@@ -94,7 +106,7 @@ def test_a_plan_by_hand_is_timed_by_what_it_computes_and_sends() -> None:
 def test_a_plan_is_timed_by_its_second_step(reshard: bool) -> None:
     """`price_module` makes the states of AdamW without a first step; here there is one."""
     model, batch = on_meta(SMALL), meta_batch(4, 16)
-    plan = replace(plan_module(model, SLOW, batch, forward=loss_of, mesh=Mesh((2, 2))), reshard=reshard)
+    plan = replace(small_plan(), reshard=reshard)
     build = training(model, lambda model, _: plan.apply(model, src_data_rank=None), step_of(batch, loss_of, 2))
     second, _ = simulate_rank(build, plan.mesh, SLOW, 0)
     price = price_module(model, plan, SLOW, batch, forward=loss_of)
@@ -103,7 +115,7 @@ def test_a_plan_is_timed_by_its_second_step(reshard: bool) -> None:
 
 
 def test_a_transformer_gets_the_plan_of_megatron() -> None:
-    plan = plan_module(on_meta(LARGE), GPUS, meta_batch(1, 512), forward=loss_of, mesh=Mesh((4,)))
+    plan = large_plan()
     column = ColwiseParallel(use_local_output=False)
     for layer in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
         assert plan.styles[f"layers.*.{layer}"] == column
@@ -123,8 +135,7 @@ def test_heads_that_share_a_key_stay_on_one_rank() -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_step_takes_no_longer_than_under_the_plan_by_hand(sequence: bool) -> None:
-    model, batch = on_meta(LARGE), meta_batch(1, 512)
-    plan = plan_module(model, GPUS, batch, forward=loss_of, mesh=Mesh((4,)))
+    model, batch, plan = on_meta(LARGE), meta_batch(1, 512), large_plan()
     tokens, targets = (torch.zeros(x.shape, dtype=x.dtype) for x in batch)
 
     def by_hand(model: nn.Module, _: Mesh) -> None:
@@ -147,8 +158,16 @@ def learnt(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, d
     return full(loss.detach()), {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mesh", [Mesh((4,)), Mesh((2, 2), names=("dp", "tp")), Mesh((4, 1)), Mesh((3,))], ids=str)
-@pytest.mark.parametrize("args", [SMALL, HEADS, replace(SMALL, num_experts=4)], ids=["dense", "heads", "experts"])
+@pytest.mark.parametrize(
+    ("args", "mesh"),
+    [
+        pytest.param(SMALL, Mesh((4, 1)), id="dense-data"),
+        pytest.param(SMALL, Mesh((2, 2), names=("dp", "tp")), id="dense-both"),
+        pytest.param(HEADS, Mesh((3,)), id="heads-tensor"),
+        pytest.param(HEADS, Mesh((2, 2), names=("dp", "tp")), id="heads-both"),
+        pytest.param(replace(SMALL, num_experts=4), Mesh((4,)), id="experts-tensor"),
+    ],
+)
 def test_a_step_under_the_plan_is_that_of_one_process(args: ModelArgs, mesh: Mesh) -> None:
     torch.manual_seed(0)
     model = Transformer(args).double()
@@ -230,8 +249,7 @@ def same_as_one_process(
         assert_close(found, [y.detach() for y in pytree.tree_leaves(model(own))])
 
 
-@pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
-@pytest.mark.parametrize("shard", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize(("mesh", "shard"), [(Mesh((3,)), Shard(0)), (Mesh((2, 2)), Shard(1))], ids=str)
 def test_a_layer_whose_output_is_the_result_returns_all_of_it(mesh: Mesh, shard: Shard) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 32, dtype=torch.double)
@@ -240,8 +258,9 @@ def test_a_layer_whose_output_is_the_result_returns_all_of_it(mesh: Mesh, shard:
     same_as_one_process(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 20)).double(), x, mesh, True, **pinned)
 
 
-@pytest.mark.parametrize("mesh", [Mesh((3,)), Mesh((2, 2))], ids=str)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "placement"), [(Mesh((3,)), Shard(1)), (Mesh((2, 2)), Shard(0)), (Mesh((2, 2)), Replicate())], ids=str
+)
 def test_a_module_that_runs_twice_computes_what_one_process_does(mesh: Mesh, placement: Placement) -> None:
     torch.manual_seed(0)
     x = torch.randn(6, 32, dtype=torch.double)
@@ -371,8 +390,7 @@ def test_a_wrong_file_is_refused_in_a_sentence(change: Callable[[str], str], mes
 
 def test_the_code_of_a_plan_applies_it() -> None:
     torch.manual_seed(0)
-    model = Transformer(SMALL)
-    plan = plan_module(model, SLOW, meta_batch(4, 12), forward=loss_of, mesh=Mesh((2, 2), names=("dp", "tp")))
+    model, plan = Transformer(SMALL), small_plan()
 
     def body() -> None:
         applied, executed = copy.deepcopy(model), copy.deepcopy(model)

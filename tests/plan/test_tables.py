@@ -86,9 +86,10 @@ def default_plan() -> TablePlan:
 
 
 @pytest.mark.parametrize(
-    "case", ["bags", "bags on hosts", "rows", "weighted", "16 bits", "memory first", "bytes first"]
-)
-@pytest.mark.parametrize("seed", [0, 1])
+    ("case", "seed"),
+    [("bags", 0), ("bags on hosts", 1), ("rows", 0), ("rows", 1), ("weighted", 0), ("16 bits", 1), ("memory first", 0),
+     ("bytes first", 1)],
+)  # fmt: skip
 def test_bytes_are_those_of_a_run(case: str, seed: int) -> None:
     rows, weighted = case == "rows", case == "weighted"
     tables = configs(seed + 10 * len(case), EmbeddingConfig if rows else EmbeddingBagConfig)

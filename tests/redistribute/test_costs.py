@@ -14,6 +14,7 @@ import torch
 
 from shardwise import _collectives as collectives
 from shardwise import distribute_tensor
+from shardwise._cli import calibration, measured_speeds
 from shardwise._cli.calibration import Timing, fit, measure, write_costs
 from shardwise._collectives.cost_tables import (
     COLLECTIVES,
@@ -206,8 +207,18 @@ def test_no_figure_is_negative() -> None:
     assert fit([Timing(2, b, 50.0) for b in (1e3, 1e6)]).latency_us == pytest.approx(50)
 
 
+def quickly(call: Callable[..., Any], *args: object) -> Any:
+    """Call it, with measurements that are few and small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "KILOBYTES", (4, 16))
+        patch.setattr(calibration, "ROUNDS", 2)
+        for name, value in {"ROUNDS": 1, "ROUND_SECONDS": 0.0, "TABLE_BYTES": 1 << 20, "SIDE": 64}.items():
+            patch.setattr(measured_speeds, name, value)
+        return call(*args)
+
+
 def measured() -> list[list[object]]:
-    inside, between = measure("cpu")
+    inside, between = quickly(measure, "cpu")
     assert between is None
     assert set(inside) == set(COLLECTIVES)
     assert all(m.megabytes_per_s > 0 and m.latency_us >= 0 for m in inside.values())

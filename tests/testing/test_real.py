@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from shardwise.errors import RemoteRankError, ShardwiseError
 from shardwise.testing import DeadlockError, world
 from shardwise.testing.failures import LATE, SendError
 from shardwise.testing.reference import refer
+from tests.collectives.real_ranks import run_program
 from tests.timeouts import PATIENCE_SECONDS, under_load
 
 pytestmark = pytest.mark.processes
@@ -313,10 +313,8 @@ def test_modules_that_came_onto_the_path_later_are_found(tmp_path: Path, monkeyp
     assert REAL.run(came_later.answer) == [42, 42]
 
 
-@pytest.mark.parametrize("start", [["-c"], []], ids=["a notebook or -c", "standard input"])
-def test_a_function_that_is_in_no_file_is_refused_with_the_fix(start: list[str]) -> None:
+def test_a_function_that_is_in_no_file_is_refused_with_the_fix() -> None:
     code = "from shardwise.testing import world\ndef f(): pass\nworld(2, real=True).run(f)"
-    command = [sys.executable, *start, *([code] if start else [])]
-    done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
-    assert "SendError: f cannot run on real ranks: it was defined interactively" in done.stderr
-    assert "%%writefile jobs.py" in done.stderr
+    _, _, said = run_program(code)
+    assert "SendError: f cannot run on real ranks: it was defined interactively" in said
+    assert "%%writefile jobs.py" in said
