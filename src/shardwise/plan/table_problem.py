@@ -27,6 +27,7 @@ from shardwise.plan.table_request import Request
 
 SECOND = 1e-3  # the weight of time beside an objective that comes first
 WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
+TIE = 1e-4  # of the largest number of any option: sums up to it are not above 0, so that a tie is in one case only
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +78,13 @@ def _search(request: Request) -> Planned | None:
     costs = _costs(request)
     units, options = _units(request, costs)
     cases = _cases(request)
+    forms = dict.fromkeys(form for form, _ in cases)
     decisive = np.concatenate([
         np.sum([choices_of_form([one[n] for one in of_unit], costs[t]) for n, t in enumerate(tables)], axis=0)
         for tables, of_unit in zip(units, options, strict=True)
     ])  # fmt: skip
-    problems = {form: _problem(request, costs, units, options, form, request.objective) for form, _ in cases}
+    decisive = decisive - TIE * np.abs(decisive).max(0) / len(units)  # a solver does not distinguish 0 from above 0
+    problems = {form: _problem(request, costs, units, options, form, request.objective) for form in forms}
     bounded = []
     for form, signs in cases:
         problem = replace(problems[form], limits=_limits(decisive, signs))
