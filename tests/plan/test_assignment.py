@@ -187,6 +187,14 @@ def test_what_exceeds_memory_has_no_bound() -> None:
     assert solved(Problem([[half]] * 3, Ranks(1, 2, 2.0, np.ones(1), np.zeros(1)))) is not None
 
 
+def test_limits_that_only_a_mix_of_options_keeps_have_no_assignment() -> None:
+    options = [[Option("a", 1, np.array([[[0.0, 1.0]]])), Option("b", 1, np.array([[[0.0, 3.0]]]))]]
+    of = Problem(options, Ranks(1, 2, 1.0, np.ones(1), np.zeros(1)), np.array([[1.0, -1.0], [-1.0, 1.0]]))
+    found = solved(of)
+    assert found is not None
+    assert (found.value, found.assignment) == (np.inf, None)
+
+
 def test_limits_exclude_choices() -> None:
     """Both tables want the first option; a limit allows it for one of them."""
     options = [[Option("a", 1, np.array([[[0.0, 1.0]]])), Option("b", 1, np.array([[[0.0, 3.0]]]))]] * 2

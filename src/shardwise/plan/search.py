@@ -50,6 +50,8 @@ def solve(problem: Problem, bound: Bound) -> Found:
     if num_binaries(problem) <= MOST_BINARIES:
         exact, proved = solve_exactly(problem, bound)
         proved = max(proved, bound.value)
+        if proved == np.inf:
+            return Found(proved, None)
         if exact is not None and problem.ranks.fit(exact.loads) and exact.value <= proved * (1 + CLOSE):
             return Found(proved, exact)
     starts = sorted(_starts(problem, bound), key=_Packing.rank)

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise._layout import Mesh, as_placements
 from shardwise.embedding.batch import features_of
 from shardwise.embedding.configs import EmbeddingBagConfig
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
 from shardwise.plan.fit import refusal
@@ -145,27 +145,14 @@ def _costs(request: Request) -> list[TableCosts]:
 
 def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int]], list[list[tuple[Division, ...]]]]:
     """What is placed together, and its options: those that all tables of a group have, by name."""
-    names, mesh = request.names, Mesh((request.topology.ranks,))
+    names = request.names
     group_of = {name: number for number, group in enumerate(request.groups) for name in group}
     units: dict[object, list[int]] = {}
     for table, name in enumerate(names):
         units.setdefault(group_of.get(name, name), []).append(table)
     options: list[list[tuple[Division, ...]]] = []
     for tables in units.values():
-        of_tables = []
-        for table in tables:
-            name = names[table]
-            if name in request.pinned:
-                (placement,) = as_placements(mesh, request.pinned[name])
-                of_tables.append([pinned(placement, costs[table])])
-                continue
-            found = list(divisions(costs[table], request.allowed_for(name)))
-            if not found:
-                raise PlanError(
-                    f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on "
-                    f"{request.topology.ranks} ranks. Fix: allow another one of {', '.join(SHARDINGS)}."
-                )
-            of_tables.append(found)
+        of_tables = [_divisions(request, costs[table]) for table in tables]
         if len(of_tables) == 1:
             options.append([(division,) for division in of_tables[0]])
             continue
@@ -179,6 +166,24 @@ def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int
             )
         options.append([tuple(of_table[label] for of_table in by_label) for label in common])
     return list(units.values()), options
+
+
+def _divisions(request: Request, costs: TableCosts) -> list[Division]:
+    """The ways to shard one table."""
+    name, ranks = costs.config.name, request.topology.ranks
+    if name in request.pinned:
+        try:
+            (placement,) = as_placements(Mesh((ranks,)), request.pinned[name])
+            return [pinned(placement, costs)]
+        except ShardwiseError as error:
+            raise PlanError(f"Table {name}: it is pinned where it cannot be: {error}") from None
+    found = list(divisions(costs, request.allowed_for(name)))
+    if not found:
+        raise PlanError(
+            f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on {ranks} ranks. "
+            f"Fix: allow another one of {', '.join(SHARDINGS)}."
+        )
+    return found
 
 
 def _problem(
