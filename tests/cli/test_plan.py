@@ -217,7 +217,7 @@ def test_a_config_is_planned(tmp_path: Path, capsys: Captured) -> None:
         (["tables.toml", "--gpus", "0"], "argument --gpus: '0' is no integer of 1 or more"),
         (["tables.toml", "--gpus", "two"], "argument --gpus: 'two' is no integer of 1 or more"),
         (["tables.toml", "--gpus", "2", "--gpus-per-host", "4"], "Fix: --gpus-per-host 2, or other --gpus."),
-        (["my_plans:fails", "--gpus", "2"], "my_plans:fails failed at my_plans.py:24 in fails: ZeroDivisionError: "),
+        (["my_plans:fails", "--gpus", "2"], "my_plans:fails failed at my_plans.py:23 in fails: ZeroDivisionError: "),
         (["tables.toml", "--gpus", "12"], "--gpus is 12, expected a multiple of the 8 GPUs of a host. Fix: "),
         (["tables.toml", "--gpus", "8", "--gpus-per-host", "3"], "--gpus is 8, expected a multiple of the 3 GPUs "),
         (["tables.toml", "--gpus", "8", "--preset", "B100"], "There is no preset 'B100'. Did you mean "),

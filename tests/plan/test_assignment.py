@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from shardwise.plan import search
+from shardwise.plan import bound, search
 from shardwise.plan.assignment import Assignment, Floats, Option, Problem, Ranks, assignment_of
-from shardwise.plan.bound import lower_bound
+from shardwise.plan.bound import GAVE_UP, lower_bound, solver
 from shardwise.plan.search import Found, replacements, solve
 
 
@@ -206,3 +207,21 @@ def test_limits_exclude_choices() -> None:
         assert one is not None
         values.append(one.value)
     assert values == [1.0, 3.0]
+
+
+def test_where_the_simplex_method_gives_up_the_bound_is_that_of_interior_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, optimize, tried = large(20, 1, 4), solver(), list[str]()
+
+    def linprog(method: str, **program: object) -> object:
+        tried.append(method)
+        return SimpleNamespace(status=GAVE_UP) if method == "highs" else optimize.linprog(method=method, **program)
+
+    expected = lower_bound(of)
+    monkeypatch.setattr(bound, "solver", lambda: SimpleNamespace(linprog=linprog))
+    found = lower_bound(of)
+    assert tried == ["highs", "highs-ipm"]
+    assert expected is not None
+    assert found is not None
+    assert found.value == pytest.approx(expected.value, rel=1e-5)
