@@ -71,6 +71,9 @@ def module():
 
 def none():
     return []
+
+def fails():
+    return 1 / 0
 """
 
 
@@ -211,7 +214,10 @@ def test_a_config_is_planned(tmp_path: Path, capsys: Captured) -> None:
         (["missing.json", "--gpus", "2"], "ConfigError: missing.json cannot be read: No such file or directory. Fix: "),
         (["unknown.json", "--gpus", "2"], "transformers has no model_type 'lama'. Did you mean 'llama'? Fix: "),
         (["wrong.json", "--gpus", "2"], "wrong.json: transformers cannot make LlamaForCausalLM: "),
-        (["tables.toml", "--gpus", "0"], "argument --gpus: 0 is not 1 or more"),
+        (["tables.toml", "--gpus", "0"], "argument --gpus: '0' is no integer of 1 or more"),
+        (["tables.toml", "--gpus", "two"], "argument --gpus: 'two' is no integer of 1 or more"),
+        (["tables.toml", "--gpus", "2", "--gpus-per-host", "4"], "Fix: --gpus-per-host 2, or other --gpus."),
+        (["my_plans:fails", "--gpus", "2"], "my_plans:fails failed at my_plans.py:23 in fails: ZeroDivisionError: "),
         (["tables.toml", "--gpus", "12"], "--gpus is 12, expected a multiple of the 8 GPUs of a host. Fix: "),
         (["tables.toml", "--gpus", "8", "--gpus-per-host", "3"], "--gpus is 8, expected a multiple of the 3 GPUs "),
         (["tables.toml", "--gpus", "8", "--preset", "B100"], "There is no preset 'B100'. Did you mean "),
@@ -225,7 +231,7 @@ def test_a_config_is_planned(tmp_path: Path, capsys: Captured) -> None:
         (["my_plans:module", "--gpus", "8", "--batch-size", "3"], "--batch-size does not go with my_plans:module. "),
         (["my_plans:none", "--gpus", "8"], "my_plans:none returned []. Fix: a function that returns tables, "),
         (["my_plans:number", "--gpus", "8"], "'my_plans:number' is no function. Fix: name one that returns tables"),
-        (["tables.toml", "--gpus", "1"], "rank"),  # one table is pinned to rank 1
+        (["tables.toml", "--gpus", "1"], "Table shops: it is pinned where it cannot be: OnRanks(1) on axis 0 "),
         (["missing.toml", "--gpus", "2", "--output", "no/plan.toml"], "no/plan.toml cannot be written. Fix: "),
         (["missing.toml", "--gpus", "2", "--html", "."], ". cannot be written. Fix: "),
     ],
@@ -251,7 +257,11 @@ HEADER = "name,num_embeddings,embedding_dim"
         ("a.csv", f"{HEADER}\nt,-5,4", "a.csv, line 2: Table 't': -5 rows of 4 columns, expected 1 or more of each. "),
         ("a.csv", f"{HEADER}\n\nt,5", "a.csv, line 3: embedding_dim is missing. Fix: "),
         ("a.csv", f"{HEADER}\nt,5,4\nt,6,4", "a.csv, line 3: there is another table 't'. Fix: "),
-        ("a.csv", f"{HEADER}\n,5,4", "a.csv, line 2: Table '': a name has "),
+        (
+            "a.csv",
+            f"{HEADER}\n,5,4",
+            "no dot, because it is part of the parameter's name. Fix: 'table'.",
+        ),
         ("a.csv", f"{HEADER},dtype\nt,5,4,f", "a.csv, line 2: unknown 'dtype'. Did you mean 'data_type'? Fix: "),
         ("a.csv", f"{HEADER},data_type\nt,5,4,nn", "data_type is 'nn', expected a dtype such as bfloat16. Fix: "),
         ("a.csv", f"{HEADER},allowed\nt,5,4,row rows", "allowed is ['row', 'rows'], expected shardings of table, "),
@@ -272,6 +282,7 @@ HEADER = "name,num_embeddings,embedding_dim"
         ("a.toml", "[tables]\nt = 5", "a.toml: table t is 5. Fix: "),
         ("a.toml", "[tables.t]\n[tables.t]", "a.toml: is not TOML: "),
         ("a.toml", "[tables.t]\nnum_embeddings = 1e6", "table t: num_embeddings is 1000000.0, expected an integer. "),
+        ("a.toml", "[tables.t]\nfeature_names = {a = 1}", "table t: feature_names is {'a': 1}, expected names. Fix: "),
         ("a.toml", "[tables.t]\nnum_embedings = 1", "table t: unknown 'num_embedings'. Did you mean 'num_embeddings'"),
         ("a.toml", "[tables.t]\nname = 1", "table t: unknown 'name'. Fix: one of num_embeddings, "),
         ("config.json", "{", "config.json is not JSON: "),

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from shardwise.plan import search
+from shardwise.plan import bound, search
 from shardwise.plan.assignment import Assignment, Floats, Option, Problem, Ranks, assignment_of
-from shardwise.plan.bound import lower_bound
+from shardwise.plan.bound import GAVE_UP, lower_bound, solver
 from shardwise.plan.search import Found, replacements, solve
 
 
@@ -187,6 +188,14 @@ def test_what_exceeds_memory_has_no_bound() -> None:
     assert solved(Problem([[half]] * 3, Ranks(1, 2, 2.0, np.ones(1), np.zeros(1)))) is not None
 
 
+def test_limits_that_only_a_mix_of_options_keeps_have_no_assignment() -> None:
+    options = [[Option("a", 1, np.array([[[0.0, 1.0]]])), Option("b", 1, np.array([[[0.0, 3.0]]]))]]
+    of = Problem(options, Ranks(1, 2, 1.0, np.ones(1), np.zeros(1)), np.array([[1.0, -1.0], [-1.0, 1.0]]))
+    found = solved(of)
+    assert found is not None
+    assert (found.value, found.assignment) == (np.inf, None)
+
+
 def test_limits_exclude_choices() -> None:
     """Both tables want the first option; a limit allows it for one of them."""
     options = [[Option("a", 1, np.array([[[0.0, 1.0]]])), Option("b", 1, np.array([[[0.0, 3.0]]]))]] * 2
@@ -198,3 +207,21 @@ def test_limits_exclude_choices() -> None:
         assert one is not None
         values.append(one.value)
     assert values == [1.0, 3.0]
+
+
+def test_where_the_simplex_method_gives_up_the_bound_is_that_of_interior_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of, optimize, tried = large(20, 1, 4), solver(), list[str]()
+
+    def linprog(method: str, **program: object) -> object:
+        tried.append(method)
+        return SimpleNamespace(status=GAVE_UP) if method == "highs" else optimize.linprog(method=method, **program)
+
+    expected = lower_bound(of)
+    monkeypatch.setattr(bound, "solver", lambda: SimpleNamespace(linprog=linprog))
+    found = lower_bound(of)
+    assert tried == ["highs", "highs-ipm"]
+    assert expected is not None
+    assert found is not None
+    assert found.value == pytest.approx(expected.value, rel=1e-5)

@@ -274,6 +274,23 @@ def test_the_runner_up_is_slower_and_what_if_agrees() -> None:
     assert same[1:] == (0, 0, 0)
 
 
+def test_what_if_takes_the_dtypes_of_messages() -> None:
+    _, half = default_plan().what_if(forward_dtype=torch.bfloat16)
+    assert half.milliseconds == plan(TABLES, forward_dtype=torch.bfloat16).milliseconds < default_plan().milliseconds
+
+
+@pytest.mark.parametrize("preset", ["cpu", "H100"])
+def test_a_tie_of_two_forms_of_messages_is_planned_as_it_is_sent(preset: str) -> None:
+    """Two replicated tables and rows on four ranks: exactly MOST_RUNS of the runs have an id, so all are sent."""
+    tables = [EmbeddingBagConfig(n, 32, f"t{i}", feature_names=[f"f{i}"]) for i, n in enumerate((4000, 4000, 9000))]
+    planned = plan_tables(
+        tables, Topology.preset(preset, ranks_per_host=4), BatchShape(4096, 1.0), optimizer=SGD(lr=0.1),
+        allowed={"t0": ["replicated"], "t1": ["replicated"], "t2": ["row"]},
+    )  # fmt: skip
+    assert planned.sharding("t2") == "row 4"
+    assert planned.gap < 1e-5
+
+
 def test_a_plan_is_the_same_on_the_next_run_and_says_what_it_is() -> None:
     first, second = default_plan(), plan(TABLES)
     assert dict(first) == dict(second)
@@ -389,6 +406,8 @@ WRONG: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
         "ids_per_bag has 'f9', and no table has this feature.",
     ),
     "what if": (PlanError, lambda: default_plan().what_if(speed=1), "what_if: no argument 'speed'. Fix: one of "),
+    "what if dtypes": (PlanError, lambda: default_plan().what_if(dtypes=1), "what_if: no argument 'dtypes'. "),
+    "pinned outside": (PlanError, lambda: plan(TABLES, pinned={"t1": OnRanks(9)}), "Table t1: it is pinned where it "),
     "name": (PlanError, lambda: default_plan().runner_up("t"), "There is no table 't'. "),
     "batches": (PlanError, lambda: default_plan().sent_bytes([]), "sent_bytes: 0 batches, and the plan has 4 "),
 }  # fmt: skip

@@ -30,6 +30,13 @@ def test_presets_have_memory_and_speeds_and_any_number_of_hosts(name: str) -> No
     assert Topology.preset(name.lower()) == Topology.preset(name)
 
 
+def test_gpus_reach_the_documented_shares_of_their_peaks() -> None:
+    one = Topology.preset("H100")
+    assert (one.flops, one.memory_bandwidth) == pytest.approx((0.6 * 989e12, 0.8 * 3.35e12))
+    assert one.lookup_bandwidth == pytest.approx(0.5 * one.memory_bandwidth)
+    assert (one.inside.bytes_per_second, one.between.bytes_per_second) == pytest.approx((360e9, 0.8 * 8 * 400e9 / 8))
+
+
 def test_a_collective_takes_its_latency_and_its_bytes_over_the_link() -> None:
     costs = topology().costs
     assert costs.seconds("all_gather", (0, 1), (0, 1), 1e6) == pytest.approx(1e-6 + 1e-3)

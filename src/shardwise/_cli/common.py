@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -142,6 +143,26 @@ def import_function(what: str, does: str) -> Callable[..., Any]:
         raise ConfigError(f"{what!r} is no function. Fix: name one that {does}.")
     function: Callable[..., Any] = found
     return function
+
+
+@contextmanager
+def naming_lines(what: str) -> Iterator[None]:
+    """What code of the user raises inside is a ConfigError that names the line; errors of the library stay."""
+    from shardwise._trace.user_stack import StackFrame
+
+    try:
+        yield
+    except errors.ShardwiseError:
+        raise
+    except Exception as error:
+        calls = [StackFrame(x.filename, x.lineno or 0, x.name) for x in traceback.extract_tb(error.__traceback__)]
+        lines = [one for one in calls if one.is_user_code]
+        if not lines:
+            raise
+        raise ConfigError(
+            f"{what} failed at {lines[-1]}: {errors.summary(error).rstrip('.')}. "
+            f"Fix: correct it there; --traceback shows all calls."
+        ) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from shardwise._cli.common import (
     add_command,
     check_folder,
     import_function,
+    naming_lines,
     parse_bytes,
     progress_bar,
     with_measured_costs,
@@ -65,9 +66,12 @@ def add_parser(subparsers: SubParsers) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
     return number
 
 
@@ -106,8 +110,10 @@ def _topology(args: argparse.Namespace) -> "Topology":
     one = Topology.preset(args.preset, memory=memory)
     per_host = min(one.ranks_per_host, args.gpus) if args.gpus_per_host is None else args.gpus_per_host
     if args.gpus % per_host:
+        most = max(n for n in range(1, per_host) if args.gpus % n == 0)
         raise ConfigError(
-            f"--gpus is {args.gpus}, expected a multiple of the {per_host} GPUs of a host. Fix: add --gpus-per-host."
+            f"--gpus is {args.gpus}, expected a multiple of the {per_host} GPUs of a host. "
+            f"Fix: --gpus-per-host {most}, or other --gpus."
         )
     hosts = args.gpus // per_host
     return with_measured_costs(Topology.preset(args.preset, hosts=hosts, ranks_per_host=per_host, memory=memory))
@@ -130,7 +136,8 @@ def _plan(args: argparse.Namespace, topology: "Topology") -> "TablePlan | Module
         _refuse(args, *OF_TABLES)
         return _plan_module(args, topology, *read_model(what, args.batch_size or topology.ranks, args.context))
     if ":" in what:
-        return _plan_returned(args, topology)
+        with naming_lines(what):
+            return _plan_returned(args, topology)
     raise ConfigError(
         f"{what!r} is nothing that can be planned. Fix: a .toml or .csv of tables, the config.json of a Hugging Face "
         f"model, or MODULE:FUNCTION of your own."

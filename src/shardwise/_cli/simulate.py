@@ -11,6 +11,7 @@ from shardwise._cli.common import (
     SubParsers,
     add_command,
     import_function,
+    naming_lines,
     parse_bytes,
     progress_bar,
     with_measured_costs,
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
             update(description=f"rank {collectives.rank()}, the first of its class")
             return make(mesh)
 
-        simulation = simulate(build, mesh=mesh, topology=topology)
+        with naming_lines(args.what):
+            simulation = simulate(build, mesh=mesh, topology=topology)
     simulation.show()
     return Exit.DATA if simulation.missing_bytes else Exit.OK
 

@@ -58,6 +58,12 @@ def _sharding(value: object) -> str:
     return SHARDINGS[SHARDINGS.index(str(value))]
 
 
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
 def _each(read: Callable[[Any], Any]) -> Callable[[object], list[Any]]:
     return lambda value: [read(x) for x in (value if isinstance(value, list) else [value])]
 
@@ -67,7 +73,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "embedding_dim": (_integer, "an integer"),
     "data_type": (_dtype, "a dtype such as bfloat16"),
     "pooling": (lambda value: PoolingType[str(value).upper()], "SUM or MEAN"),
-    "feature_names": (_each(str), "names"),
+    "feature_names": (_each(_name), "names"),
     "ids_per_bag": (_each(_amount), "a number of 0 or more, or one for each feature"),
     "allowed": (_each(_sharding), f"shardings of {', '.join(SHARDINGS)}"),
     "pinned": (parse_placement, "a placement such as Shard(0) or OnRanks(3)"),

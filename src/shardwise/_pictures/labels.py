@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from shardwise._layout import Boxes, Layout, Mesh, Placement, Shard, placements_text, rows_of
 from shardwise._pictures.holders import Holders
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 LONG_LIST = 16  # boxes, sizes or ranks beyond which a title shows their number
 
 

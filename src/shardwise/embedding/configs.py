@@ -64,7 +64,7 @@ class EmbeddingConfig:
 
     def _wrong(self) -> str:
         if not self.name or "." in self.name:
-            name = self.name.replace(".", "_") or (self.feature_names or ("table",))[0]
+            name = next(x for x in (self.name.replace(".", "_"), *self.feature_names, "table") if x)
             return (
                 f"a name has at least one letter, and no dot, because it is part of the parameter's name. Fix: {name!r}"
             )

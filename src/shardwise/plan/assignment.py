@@ -53,12 +53,6 @@ class Option:
         return found
 
     @cached_property
-    def largest_block(self) -> Floats:
-        """The sum over the ranks of a block, [1 + phases]."""
-        found: Floats = self.cost.sum(1).max(0) * (self.span // self.cost.shape[1])
-        return found
-
-    @cached_property
     def blocks_are_equal(self) -> bool:
         return bool((self.cost == self.cost[:1]).all())
 
@@ -113,46 +107,68 @@ class Problem:
         return np.cumsum([0, *map(len, self.options)])
 
     @cached_property
-    def total(self) -> Floats:
-        """Of all options in one list, [options, 1 + phases]."""
-        return np.array([option.total(self.ranks.count) for of_table in self.options for option in of_table])
+    def every(self) -> list[Option]:
+        """All options in one list."""
+        return [option for of_table in self.options for option in of_table]
 
     @cached_property
-    def largest(self) -> Floats:
-        """What the busiest rank of an option needs in each phase, in seconds, [options, phases]."""
-        every = [option.largest for of_table in self.options for option in of_table]
-        found: Floats = np.array(every)[:, 1:] * self.ranks.inside
+    def everywhere(self) -> Floats:
+        """What every rank needs besides, [options, 1 + phases]."""
+        return np.array([np.zeros(1 + len(self.ranks.inside)) + option.everywhere for option in self.every])
+
+    @cached_property
+    def _of_ranks(self) -> tuple[Floats, Ints]:
+        """What each rank of each block needs, and where the ranks of each option start: arrays of all are fast."""
+        rows = [option.cost.reshape(-1, option.cost.shape[2]) for option in self.every]
+        return np.concatenate(rows), np.cumsum([0, *map(len, rows[:-1])])
+
+    @cached_property
+    def _of_blocks(self) -> tuple[Floats, Ints]:
+        """What all ranks of each block need together, and where the blocks of each option start."""
+        blocks = [len(option.cost) for option in self.every]
+        width = np.repeat([option.cost.shape[1] for option in self.every], blocks)
+        span = np.repeat([option.span for option in self.every], blocks)
+        sums = np.add.reduceat(self._of_ranks[0], np.cumsum(width) - width) * (span // width)[:, None]
+        return sums, np.cumsum([0, *blocks[:-1]])
+
+    @cached_property
+    def total(self) -> Floats:
+        """The sum over all ranks, [options, 1 + phases]."""
+        found: Floats = np.add.reduceat(*self._of_blocks) + self.ranks.count * self.everywhere
         return found
+
+    @cached_property
+    def most(self) -> Floats:
+        """What the busiest rank of an option needs, [options, 1 + phases]."""
+        found: Floats = np.maximum.reduceat(*self._of_ranks) + self.everywhere
+        return found
+
+    @property
+    def largest(self) -> Floats:
+        """The same of each phase, in seconds, [options, phases]."""
+        return self.most[:, 1:] * self.ranks.inside
 
     @cached_property
     def fastest(self) -> Floats:
         """The shortest time of each phase that an option allows, whatever else there is, [options, phases]."""
-        ranks, every = self.ranks, [option for of_table in self.options for option in of_table]
-        blocks = np.array([
-            option.largest_block + ranks.per_host * option.everywhere
-            if option.span <= ranks.per_host
-            else option.total(ranks.count) / ranks.hosts
-            for option in every
-        ])  # fmt: skip
-        found: Floats = np.maximum(self.largest, blocks[:, 1:] * self.ranks.between)
+        ranks = self.ranks
+        of_host = np.maximum.reduceat(*self._of_blocks) + ranks.per_host * self.everywhere
+        spans_hosts = np.array([option.span > ranks.per_host for option in self.every])
+        of_host[spans_hosts] = self.total[spans_hosts] / ranks.hosts
+        found: Floats = np.maximum(self.largest, of_host[:, 1:] * ranks.between)
         return found
 
-    @cached_property
+    @property
     def least(self) -> Floats:
         """What every rank needs at least in each phase, in seconds, [options, phases]."""
-        every = [
-            option.everywhere + option.cost.min((0, 1)) * (option.span == self.ranks.count)
-            for of_table in self.options
-            for option in of_table
-        ]
-        found: Floats = np.array(every)[:, 1:] * self.ranks.inside
-        return found
+        of_all = np.array([option.span == self.ranks.count for option in self.every])
+        found: Floats = self.everywhere + np.minimum.reduceat(*self._of_ranks) * of_all[:, None]
+        return found[:, 1:] * self.ranks.inside
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Which options have no rank with more than its memory, [options]."""
-        every = [option.largest[MEMORY] for of_table in self.options for option in of_table]
-        return np.array(every) <= self.ranks.memory * (1 + TOLERANCE)
+        return self.most[:, MEMORY] <= self.ranks.memory * (1 + TOLERANCE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Problem,
 MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phase
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
 PRECISION = 1e-6  # the solver keeps its limits to 1e-7
-GAVE_UP = 4  # a status of `linprog`
+INFEASIBLE, GAVE_UP = 2, 4  # statuses of `linprog` and `milp`
 MOST_BINARIES = 200  # of a problem that is solved exactly
 MOST_NODES = 20_000  # of its search; what it has proved until then counts
 
@@ -98,7 +98,7 @@ def lower_bound(problem: Problem) -> Bound | None:
         b_eq=np.ones(tables),
         bounds=np.column_stack([np.zeros(len(most)), most]),
     )
-    if found.status == 2:
+    if found.status == INFEASIBLE:
         return None
     assert found.status == 0, found.message
     return Bound(
@@ -153,7 +153,10 @@ def num_binaries(problem: Problem) -> int:
 
 
 def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, float]:
-    """The best assignment, and what no other one can be below; None: there is none, or it was not found in time."""
+    """The best assignment, and what no other one can be below: infinity if there is none.
+
+    The assignment is None as well if it was not found in time.
+    """
     optimize = solver()
     ranks, phases = problem.ranks, len(problem.ranks.inside)
     every = [(t, option) for t, of_table in enumerate(problem.options) for option in of_table]
@@ -208,6 +211,8 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
         constraints=optimize.LinearConstraint(np.array(rows), low, high),
         options={"node_limit": MOST_NODES, "mip_rel_gap": 0},
     )
+    if found.status == INFEASIBLE:
+        return None, np.inf
     proved = float(found.mip_dual_bound or 0.0) * scale * (1 - PRECISION) if found.status in (0, 1) else 0.0
     if found.x is None:
         return None, proved

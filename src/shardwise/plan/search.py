@@ -5,6 +5,7 @@ Deterministic: limits are numbers of tries, not seconds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,6 +50,8 @@ def solve(problem: Problem, bound: Bound) -> Found:
     if num_binaries(problem) <= MOST_BINARIES:
         exact, proved = solve_exactly(problem, bound)
         proved = max(proved, bound.value)
+        if proved == np.inf:
+            return Found(proved, None)
         if exact is not None and problem.ranks.fit(exact.loads) and exact.value <= proved * (1 + CLOSE):
             return Found(proved, exact)
     starts = sorted(_starts(problem, bound), key=_Packing.rank)
@@ -82,10 +85,9 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
         if choice not in seen:
             seen.add(choice)
             packing = _Packing(problem, bound)
-            chosen = [of_table[option] for of_table, option in zip(problem.options, choice, strict=True)]
-            memory = np.array([option.largest[MEMORY] for option in chosen]) / problem.ranks.memory
-            size = filled[problem.starts[:-1] + choice] + memory
-            span = np.array([option.span for option in chosen])
+            at = problem.starts[:-1] + choice
+            size = filled[at] + problem.most[at, MEMORY] / problem.ranks.memory
+            span = np.array([problem.every[number].span for number in at])
             for table in np.lexsort((-size, -span)):  # what spans all ranks has no choice, so it comes first
                 packing.place(int(table), choice[table])
             yield packing
@@ -94,7 +96,7 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
 def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> tuple[int, ...]:
     """Of each table the option that raises the bound least, among those whose blocks are small enough."""
     found = []
-    for start, stop in zip(problem.starts[:-1], problem.starts[1:], strict=True):
+    for start, stop in pairwise(problem.starts):
         fits, of_table = problem.fits[start:stop], filled[start:stop]
         allowed = fits & (of_table <= share * (1 + 1e-6))
         if not allowed.any():
@@ -106,9 +108,8 @@ def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> t
 
 def _smallest(problem: Problem) -> tuple[int, ...]:
     """Of each table the option whose fullest rank has least memory."""
-    return tuple(
-        min(range(len(of_table)), key=lambda i: float(of_table[i].largest[MEMORY])) for of_table in problem.options
-    )
+    memory = problem.most[:, MEMORY]
+    return tuple(int(memory[a:b].argmin()) for a, b in pairwise(problem.starts))
 
 
 class _Packing:
@@ -148,14 +149,18 @@ class _Packing:
 
     def excess(self, loads: Floats) -> Floats:
         """The cost of the loads of ranks, [..., 1 + phases] to [...]."""
-        over = np.maximum(loads / self.of_rank - 1, 0)
-        found: Floats = (over * over) @ self.weight
-        return found
+        return self._excess(loads, self.of_rank)
 
     def excess_of_hosts(self, loads: Floats) -> Floats:
         """The cost of the loads of hosts."""
-        over = np.maximum(loads / self.of_host - 1, 0)
-        found: Floats = (over * over) @ self.weight
+        return self._excess(loads, self.of_host)
+
+    def _excess(self, loads: Floats, limit: Floats) -> Floats:
+        over = loads / limit  # one array: making large ones takes longer than computing them
+        over -= 1
+        np.maximum(over, 0, out=over)
+        over *= over
+        found: Floats = over @ self.weight
         return found
 
     def cost(self) -> float:

@@ -189,7 +189,7 @@ class TableCosts:
         """Numbers of each shard whose sums over all tables decide the form of messages, [shards, 3].
 
         Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
-        the third, with INDEXED_ID for each id, is below 0: they save bytes of results.
+        the third, with INDEXED_ID for each id, is not above 0: they save bytes of results.
 
         Args:
             copies: how many ranks are requested for each shard.

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise._layout import Mesh, as_placements
 from shardwise.embedding.batch import features_of
 from shardwise.embedding.configs import EmbeddingBagConfig
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.assignment import MEMORY, Assignment, Floats, Option, Problem, Ranks, assignment_of
 from shardwise.plan.bound import MOST_BINARIES, lower_bound, num_binaries
 from shardwise.plan.fit import refusal
@@ -27,6 +27,7 @@ from shardwise.plan.table_request import Request
 
 SECOND = 1e-3  # the weight of time beside an objective that comes first
 WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
+TIE = 1e-4  # of the largest number of any option: sums up to it are not above 0, so that a tie is in one case only
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +78,13 @@ def _search(request: Request) -> Planned | None:
     costs = _costs(request)
     units, options = _units(request, costs)
     cases = _cases(request)
+    forms = dict.fromkeys(form for form, _ in cases)
     decisive = np.concatenate([
         np.sum([choices_of_form([one[n] for one in of_unit], costs[t]) for n, t in enumerate(tables)], axis=0)
         for tables, of_unit in zip(units, options, strict=True)
     ])  # fmt: skip
-    problems = {form: _problem(request, costs, units, options, form, request.objective) for form, _ in cases}
+    decisive = decisive - TIE * np.abs(decisive).max(0) / len(units)  # a solver does not distinguish 0 from above 0
+    problems = {form: _problem(request, costs, units, options, form, request.objective) for form in forms}
     bounded = []
     for form, signs in cases:
         problem = replace(problems[form], limits=_limits(decisive, signs))
@@ -142,27 +145,14 @@ def _costs(request: Request) -> list[TableCosts]:
 
 def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int]], list[list[tuple[Division, ...]]]]:
     """What is placed together, and its options: those that all tables of a group have, by name."""
-    names, mesh = request.names, Mesh((request.topology.ranks,))
+    names = request.names
     group_of = {name: number for number, group in enumerate(request.groups) for name in group}
     units: dict[object, list[int]] = {}
     for table, name in enumerate(names):
         units.setdefault(group_of.get(name, name), []).append(table)
     options: list[list[tuple[Division, ...]]] = []
     for tables in units.values():
-        of_tables = []
-        for table in tables:
-            name = names[table]
-            if name in request.pinned:
-                (placement,) = as_placements(mesh, request.pinned[name])
-                of_tables.append([pinned(placement, costs[table])])
-                continue
-            found = list(divisions(costs[table], request.allowed_for(name)))
-            if not found:
-                raise PlanError(
-                    f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on "
-                    f"{request.topology.ranks} ranks. Fix: allow another one of {', '.join(SHARDINGS)}."
-                )
-            of_tables.append(found)
+        of_tables = [_divisions(request, costs[table]) for table in tables]
         if len(of_tables) == 1:
             options.append([(division,) for division in of_tables[0]])
             continue
@@ -176,6 +166,24 @@ def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int
             )
         options.append([tuple(of_table[label] for of_table in by_label) for label in common])
     return list(units.values()), options
+
+
+def _divisions(request: Request, costs: TableCosts) -> list[Division]:
+    """The ways to shard one table."""
+    name, ranks = costs.config.name, request.topology.ranks
+    if name in request.pinned:
+        try:
+            (placement,) = as_placements(Mesh((ranks,)), request.pinned[name])
+            return [pinned(placement, costs)]
+        except ShardwiseError as error:
+            raise PlanError(f"Table {name}: it is pinned where it cannot be: {error}") from None
+    found = list(divisions(costs, request.allowed_for(name)))
+    if not found:
+        raise PlanError(
+            f"Table {name}: none of the shardings {list(request.allowed_for(name))} is possible on {ranks} ranks. "
+            f"Fix: allow another one of {', '.join(SHARDINGS)}."
+        )
+    return found
 
 
 def _problem(

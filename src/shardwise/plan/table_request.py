@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from shardwise._layout import Kind, Placements, checked_init
@@ -39,11 +40,17 @@ class Request:
     counts: Mapping[str, Tensor]
     head_room: float
     objective: Objective
-    dtypes: MessageDtypes
+    forward_dtype: torch.dtype
+    backward_dtype: torch.dtype
 
     @property
     def names(self) -> list[str]:
         return [config.name for config in self.tables]
+
+    @property
+    def dtypes(self) -> MessageDtypes:
+        """Of messages of results and of gradients."""
+        return MessageDtypes(self.forward_dtype, self.backward_dtype)
 
     @property
     def memory(self) -> float:

@@ -17,7 +17,6 @@ from shardwise._pictures.labels import bytes_text, count_text, named_ranks
 from shardwise._pictures.report import Report, table_text
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingConfig
-from shardwise.embedding.exchange.engine import MessageDtypes
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError, did_you_mean
@@ -308,16 +307,15 @@ def plan_tables(
     Raises:
         ConfigError: scipy is missing, or numbers that no batch has.
         TooLargeError: the tables do not fit; the text says how much is missing and the smallest change that fits.
-        PlanError: arguments that name no table.
+        PlanError: arguments that name no table, or pinned placements that do not fit.
     """
     configs = _configs(collection)
     if not configs:
         raise ConfigError("plan_tables: there is no table. Fix: a collection, or the configs of its tables.")
     weighted, given = isinstance(collection, EmbeddingBagCollection) and collection.is_weighted(), dict(pinned or {})
-    dtypes = MessageDtypes(forward_dtype, backward_dtype)
     request = Request(
         configs, weighted, topology, batch, optimizer, given, allowed, groups, counts or {}, head_room, objective,
-        dtypes,
+        forward_dtype, backward_dtype,
     )  # fmt: skip
     return _plan_of(make_plan_of_tables(request))
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from operator import add
 from textwrap import shorten
 
@@ -19,6 +20,7 @@ from shardwise.simulation.topology import Topology
 SHOWN_CAUSES = 12
 SHOWN_CLASSES = 8
 NAMED = 30  # characters of ranks
+MIB = 1 << 20
 CAUSE = 100  # characters of one
 OWN = "an exchange of the library's own"
 _NUMBER = re.compile(r"(?<=\.)\d+\b|(?<=unit )\d+")
@@ -196,8 +198,10 @@ class Simulation(Report):
         text += " or less" if len(full) > 1 else ""
         if memory is None:
             return f"{text}."
-        answer = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else "it fits"
-        return f"{text} of {bytes_text(memory)}: {answer}."
+        if not self.missing_bytes:
+            return f"{text} of {bytes_text(memory)}: it fits."
+        enough = f"ranks with {ceil(self.peak_bytes / MIB)} MiB of memory"
+        return f"{text} of {bytes_text(memory)}: {bytes_text(self.missing_bytes)} too much. Fix: {enough}."
 
     def _row(self, one: RankClass) -> tuple[str, ...]:
         compute = milliseconds_text(one.compute) if self.topology else ""
