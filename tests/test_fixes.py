@@ -39,6 +39,7 @@ PASSED_ON = {
     "plan/module_plan.py": {"_planned", "apply", "load"},
     "plan/module_text.py": {"plan_of_toml"},
     "plan/table_plan_file.py": {"read_tables"},
+    "plan/table_problem.py": {"_divisions"},
     "testing/pool.py": {"_revive"},  # what the user's function raised
     "testing/simulated.py": {"run"},
 }

@@ -4,6 +4,7 @@ The program takes a share of each option of a table. It knows that the busiest r
 at least what the largest block of a table needs beside what all ranks have, but not which blocks fit together.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import ConfigError
-from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Problem, assignment_of
+from shardwise.plan.assignment import MEMORY, Assignment, Floats, Ints, Option, Problem, assignment_of
 
 MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phase
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
@@ -160,14 +161,8 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
     optimize = solver()
     ranks, phases = problem.ranks, len(problem.ranks.inside)
     every = [(t, option) for t, of_table in enumerate(problem.options) for option in of_table]
-    variables: list[tuple[int, int, int]] = []  # option, the first of its equal blocks, place
-    equal: dict[tuple[int, int], list[int]] = {}
-    for number, (_, option) in enumerate(every):
-        _, group = np.unique(option.cost, axis=0, return_inverse=True)
-        for one in np.unique(group):
-            members = np.flatnonzero(group.reshape(-1) == one).tolist()
-            equal[number, members[0]] = members
-            variables += [(number, members[0], place) for place in range(ranks.count // option.span)]
+    equal = _equal_blocks([option for _, option in every])
+    variables = [(n, block, place) for n, block in equal for place in range(ranks.count // every[n][1].span)]
     first, at_time = len(every), len(every) + len(variables)
     # The solver stops at an absolute difference of 1e-6 to the best value, so that is about 1 here.
     width, scale = at_time + phases, max(bound.value, PRECISION * float(problem.fastest.max()), 1e-30)
@@ -217,6 +212,17 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
     if found.x is None:
         return None, proved
     return _read(problem, found.x, variables, equal, first), proved
+
+
+def _equal_blocks(options: Sequence[Option]) -> dict[tuple[int, int], list[int]]:
+    """The blocks of each option that cost the same, by the number of the option and the first of them."""
+    found = {}
+    for number, option in enumerate(options):
+        _, group = np.unique(option.cost, axis=0, return_inverse=True)
+        for one in np.unique(group):
+            members = np.flatnonzero(group.reshape(-1) == one).tolist()
+            found[number, members[0]] = members
+    return found
 
 
 def _read(
