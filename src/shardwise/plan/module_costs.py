@@ -32,6 +32,11 @@ def unit_of(name: str) -> str:
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
 
 
+def _group(mesh: Mesh, axis: int) -> tuple[int, ...]:
+    """The ranks along an axis through rank 0."""
+    return tuple(sorted(mesh.axis_ranks(0, axis)))
+
+
 class ModuleCosts:
     """The costs of choices on a tensor axis; known inside `with costs.clock.running()`.
 
@@ -47,11 +52,11 @@ class ModuleCosts:
         self.topology = topology
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
-        self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
+        self._groups = [_group(Mesh(shape), axis) for axis in (0, 1)]
         self._unit_bytes: dict[str, float] = defaultdict(float)  # which are sent along the data axis together
         for i, node in enumerate(graph.nodes):
             if node.kind == PARAMETER:
-                self._unit_bytes[unit_of(node.name)] += self._size(Value(i))
+                self._unit_bytes[self.unit(i)] += self._size(Value(i))
         self._redistributions: dict[object, float] = {}
         self._ops: dict[object, float] = {}
 
@@ -154,17 +159,32 @@ class ModuleCosts:
         size = self.local_bytes(value, placement)
         if not (node.trains and size):
             return 0.0
-        at_rest = size / self.shape[0]
+        group = self.data_group(number)
+        at_rest = size / len(group)
         touched = 4 * at_rest  # with the gradient and two states
         found = touched / self.topology.memory_bandwidth
-        message = self._unit_bytes[unit_of(node.name)] * size / self._size(value)
-        gathered, reduced = (self._collective(kind, 0, size, message) for kind in ("all_gather", "reduce_scatter"))
+        message = self._unit_bytes[self.unit(number)] * size / self._size(value)
+        gathered, reduced = (self._collective(kind, group, size, message) for kind in ("all_gather", "reduce_scatter"))
         found += (1 + reshard) * gathered + reduced
-        return found + (self._collective("all_reduce", 1, at_rest, BUCKET) if placement == REPLICATE else 0.0)
+        if placement == REPLICATE:
+            found += self._collective("all_reduce", self._groups[1], at_rest, BUCKET)
+        return found
 
-    def _collective(self, kind: str, axis: int, size: float, message: float) -> float:
-        """Seconds of a collective of `size` bytes along an axis, as a part of a message."""
-        group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
+    def unit(self, number: int) -> str:
+        """The unit of `fully_shard` that a parameter is in."""
+        return unit_of(self.graph.nodes[number].name)
+
+    def data_group(self, number: int) -> tuple[int, ...]:
+        """The ranks over which `fully_shard` shards a parameter."""
+        return self._groups[0]
+
+    def stored(self, number: int, placement: Placement) -> tuple[Placement, float, str]:
+        """How a parameter is placed, its bytes on a rank, and why; "" if its ops say that."""
+        return placement, self.local_bytes(Value(number), placement) / self.shape[0], ""
+
+    def _collective(self, kind: str, group: tuple[int, ...], size: float, message: float) -> float:
+        """Seconds of a collective of `size` bytes among ranks, as a part of a message."""
+        ranks = range(self.shape[0] * self.shape[1])
         if len(group) == 1:
             return 0.0
         received = message * (len(group) - 1) / len(group) * (2 if kind == "all_reduce" else 1)
@@ -183,8 +203,8 @@ class ModuleCosts:
         Parameters that are not resharded after forward are there in full as well.
         """
         node, size = self.graph.nodes[number], self.local_bytes(Value(number), placement)
-        copies = 4 if node.trains else 1
-        return size * (copies / self.shape[0] + (self.shape[0] > 1 and not reshard))
+        copies, ranks = 4 if node.trains else 1, len(self.data_group(number))
+        return size * (copies / ranks + (ranks > 1 and not reshard))
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""
