@@ -71,6 +71,7 @@ def mix_experts(
         return handle_torch_function(mix_experts, operands, *operands, **options)
     _check_shapes([x.shape for x in operands], compute is not None)
     _check(*operands)
+    chosen = _with_values(chosen, len(w1))
     bad = ((chosen < 0) | (chosen >= len(w1))).nonzero().tolist()
     if bad:
         row, column = bad[0]
@@ -158,8 +159,7 @@ def _on_locals(
 ) -> Tensor:
     _check(chosen, w1, w2, tokens, weights)
     ids, table = ctx.layouts[:2]
-    if not has_values(chosen):  # as in a simulation, where tokens choose all experts equally often
-        chosen = torch.arange(chosen.numel(), device=chosen.device).view(chosen.shape) % table.shape[0]
+    chosen = _with_values(chosen, table.shape[0])
     axes = tuple(
         axis
         for axis, (a, b) in enumerate(zip(ids.placements, table.placements, strict=True))
@@ -169,6 +169,20 @@ def _on_locals(
         return _exchanged(ctx, ctx.ranks(axes), chosen, w1, w2, tokens, weights, compute or _two_products)
     refuse_bad_ids(ctx, chosen, None)
     return _mixed(chosen - _experts_of(ctx, ctx.rank)[0], w1, w2, tokens, weights, compute or _two_products)
+
+
+def balanced_choices(count: int, top_k: int, experts: int) -> Tensor:
+    """Experts of tokens in a simulation, (count, top_k): all equally often, and those of a token far from each other.
+
+    So a token goes to as many ranks as it can.
+    """
+    first = torch.arange(count).unsqueeze(1)
+    return (first + torch.arange(top_k) * (experts // top_k)) % experts
+
+
+def _with_values(chosen: Tensor, experts: int) -> Tensor:
+    """The choices of a router, or, in a simulation of a rank, balanced ones."""
+    return chosen if has_values(chosen) or chosen.is_meta else balanced_choices(*chosen.shape, experts)
 
 
 def _experts_of(ctx: LocalContext, rank: int) -> Span:

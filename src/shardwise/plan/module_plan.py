@@ -101,19 +101,21 @@ class ModulePlan(Report):
             raise PlanError(f"units: {problems[0]}")
         if self.styles:
             parallelize_module(module, last, dict(self.styles), src_data_rank=src_data_rank)
-        experts = expert_units(self.styles, self.units)
-        data = Mesh((self.mesh.size(),), self.mesh.ranks, device_type=self.mesh.device_type) if experts else first
+        experts, everyone = self._experts, Mesh((self.mesh.size(),), self.mesh.ranks, None, self.mesh.device_type)
         for path in self.units:
-            mesh = first if path in experts else data
+            mesh = everyone if experts and path not in experts else first
             fully_shard(parts[path], mesh=mesh, reshard_after_forward=self.reshard, src_data_rank=src_data_rank)
         return module
 
     @property
     def data_ranks(self) -> int:
         """The number of parts of the batch."""
-        if expert_units(self.styles, self.units):
-            return self.mesh.size()
-        return self.mesh.shape[0] if self.mesh.ndim > 1 else 1
+        return self.mesh.size() if self._experts else self.mesh.shape[0] if self.mesh.ndim > 1 else 1
+
+    @property
+    def _experts(self) -> list[str]:
+        """The units of experts that are sharded along the last axis, which then is a data axis, too."""
+        return expert_units(self.styles, self.units)
 
     def _axes(self) -> tuple[Mesh, Mesh | None]:
         """The meshes of the last axis and of the first one through this rank."""
@@ -123,8 +125,7 @@ class ModulePlan(Report):
 
     def as_code(self) -> str:
         """Python code that applies the plan to `model`."""
-        experts = expert_units(self.styles, self.units)
-        return code_of(self.mesh, self.styles, self.units, self.reshard, experts)
+        return code_of(self.mesh, self.styles, self.units, self.reshard, self._experts)
 
     def as_toml(self) -> str:
         """The plan as the text of a file, which `save` writes and `load` reads."""
@@ -246,14 +247,20 @@ class ModulePlan(Report):
         if self.step is None:
             return [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
         peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
+        assumed = ["Tokens are taken to choose all experts equally often."] if self._experts else []
         return [
             fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap if self.bound else None),
             f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
+            *assumed,
         ]
 
     def _units_text(self) -> str:
         units = ", ".join(unit or "the module" for unit in globs(self.units))
-        return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
+        options = f"reshard_after_forward={self.reshard}"
+        if not self._experts:
+            return f"fully_shard along the data axis, {options}: {units}"
+        apart = ", ".join(globs(self._experts))
+        return f"fully_shard along both axes, {apart} along the first only, {options}: {units}"
 
     def to_html(self) -> str:
         """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
@@ -312,12 +319,16 @@ def plan_module(
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
     they are fully sharded, and plain inputs are the rank's part of the batch.
 
+    Without a tensor axis, layers that `ExpertParallel` knows may have their experts on a part of the data axis, "ep",
+    where tokens are sent to them; along the rest, "edp", these experts are fully sharded. A trace has no values to
+    choose experts by: each is taken to get tokens x top_k / experts, and a token to go to as many ranks as it can.
+
     Args:
         module: on any device, also meta; nothing of it changes.
         topology: the machine.
         inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
-        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes whose tensor
-            axis stays in a host.
+        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis, or of the axes "edp" and "ep"; None
+            tries all shapes whose tensor axis stays in a host, and all sizes of "ep".
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
         pinned: placements of parameters along the tensor axis that are given, by name or glob: Shard(dim) or
