@@ -18,6 +18,7 @@ from shardwise.parallel import ExpertParallel, MixtureOfExperts
 from shardwise.parallel.experts import balanced_choices
 from shardwise.plan import Link, ModulePlan, Topology, plan_module, price_module
 from shardwise.testing import world
+from shardwise.testing.assertions import as_dtensor
 from tests.parallel.one_process import full
 from tests.plan.test_families import loss_of
 from tools.model_zoo import FAMILIES
@@ -79,7 +80,8 @@ def test_steps_with_six_experts_on_four_ranks_are_those_of_one_process(shape: tu
         own = plan.apply(copy.deepcopy(model))
         part = x.chunk(4)[collectives.rank()]
         found = steps(own, lambda: mean_square(own, part))
-        return found, sum(p.to_local().numel() for n, p in own.named_parameters() if n.endswith(("w1", "w2")))  # type: ignore[operator]
+        held = [as_dtensor(p).to_local().numel() for name, p in own.named_parameters() if name.endswith(("w1", "w2"))]
+        return found, sum(held)
 
     found = world(4).run(body)
     losses, gradients = steps(model, lambda: mean_square(model, x))

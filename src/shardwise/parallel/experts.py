@@ -182,7 +182,10 @@ def balanced_choices(count: int, top_k: int, experts: int) -> Tensor:
 
 def _with_values(chosen: Tensor, experts: int) -> Tensor:
     """The choices of a router, or, in a simulation of a rank, balanced ones."""
-    return chosen if has_values(chosen) or chosen.is_meta else balanced_choices(*chosen.shape, experts)
+    if has_values(chosen) or chosen.is_meta:
+        return chosen
+    count, top_k = chosen.shape
+    return balanced_choices(count, top_k, experts)
 
 
 def _experts_of(ctx: LocalContext, rank: int) -> Span:

@@ -77,16 +77,21 @@ def parallelize_module(
         parent.register_forward_pre_hook(shared.open)
         parent.register_forward_hook(shared.close, always_call=True)
     for styled in resolved.styled:
-        if styled.input_fn is not None:
-            styled.module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
-        if styled.forward_fn is not None:
-            vars(styled.module)["forward"] = styled.forward_fn
-        if styled.output_fn is not None:
-            styled.module.register_forward_hook(partial(_hook, styled.output_fn))
-        styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
-        for parameter in styled.module.parameters() if styled.shards_batch else ():
-            vars(parameter)[SHARDS_BATCH] = True
+        _apply(styled)
     return module
+
+
+def _apply(styled: "StyledModule") -> None:
+    module = styled.module
+    if styled.input_fn is not None:
+        module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
+    if styled.forward_fn is not None:
+        vars(module)["forward"] = styled.forward_fn
+    if styled.output_fn is not None:
+        module.register_forward_hook(partial(_hook, styled.output_fn))
+    module.__dict__.setdefault(APPLIED, []).append(styled.style)
+    for parameter in module.parameters() if styled.shards_batch else ():
+        vars(parameter)[SHARDS_BATCH] = True
 
 
 # Hooks are partials of these: a copy of the module then has its own copy of the shared input, too.
