@@ -158,6 +158,8 @@ def row(family: Family, ranks: int) -> list[object]:
 
 
 def _shape(mesh: Mesh) -> str:
+    if mesh.names == ("edp", "ep"):
+        return f"{mesh.size()} x 1, experts on {mesh.shape[1]}"
     data, tensor = mesh.shape if mesh.ndim > 1 else (1, *mesh.shape)
     return f"{data} x {tensor}"
 

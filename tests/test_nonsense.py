@@ -391,6 +391,7 @@ CALLS: dict[str, Callable[[], Call]] = {
 AS_TORCH = {
     ("distribute_module", "partition_fn", "class"),
     ("debug.explain", "fn", "class"),
+    ("parallel.mix_experts", "compute", "class"),
     ("parallel.SequenceParallel", "sequence_dim", "negative"),  # the normalised dim
     *(("testing.check_rows", argument, kind) for argument in ("args", "tolerance") for kind in NONSENSE),
     ("testing.check_rows", "op", "class"),

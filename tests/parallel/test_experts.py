@@ -209,6 +209,47 @@ def test_the_loss_of_balance_is_one_for_equal_shares_and_the_number_of_experts_f
     assert_close(balance_loss(routing).item(), 1.0)
 
 
+class Gated(nn.Module):
+    """A layer as those of transformers: tokens come with their experts."""
+
+    def __init__(self, num_experts: int, bias: bool = False) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up, self.down = nn.Parameter(torch.randn(num_experts, 14, 6)), nn.Parameter(torch.randn(num_experts, 6, 7))
+        self.bias = nn.Parameter(torch.randn(7)) if bias else None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        every = torch.stack([F.glu(hidden_states @ a.t()) @ b.t() for a, b in zip(self.up, self.down, strict=True)], 1)
+        taken = every.gather(1, top_k_index.unsqueeze(-1).expand(-1, -1, 6))
+        return (taken * top_k_weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize("experts", [5, 2])  # on 3 ranks, one of which then has none
+@world(3)
+def test_a_layer_of_transformers_runs_its_own_forward_with_the_experts_of_a_rank(experts: int) -> None:
+    torch.manual_seed(0)
+    plain = Gated(experts).double()
+    module = copy.deepcopy(parallelize_module(copy.deepcopy(plain), Mesh((3,)), ExpertParallel()))
+    x, weights = tokens(8), torch.rand(8, 2, dtype=torch.double)
+    chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(8)])
+    theirs = [x.requires_grad_(), weights.requires_grad_()]
+    mine = [t.detach().split([5, 0, 3])[rank()].clone().requires_grad_() for t in theirs]
+    out = module(mine[0], chosen.split([5, 0, 3])[rank()], top_k_weights=mine[1])
+    want = plain(theirs[0], chosen, theirs[1])
+    assert_close(out, want.split([5, 0, 3])[rank()])
+    out.square().sum().backward()
+    want.square().sum().backward()
+    for a, b in zip(mine, theirs, strict=True):
+        assert_close(a.grad, full(b.grad).split([5, 0, 3])[rank()])
+    assert_same_parameters(module, plain)
+
+
+@world(2)
+def test_a_layer_of_transformers_with_other_parameters_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"two stacks; Gated has \['up', 'down', 'bias'\]"):
+        parallelize_module(Gated(4, bias=True), Mesh((2,)), ExpertParallel())
+
+
 # ---- plans and bad input -------------------------------------------------------------------------------------------
 
 

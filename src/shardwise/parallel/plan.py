@@ -1,11 +1,11 @@
 """`parallelize_module`: applies a plan of styles of modules and placements of parameters, by path or glob."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
@@ -77,14 +77,21 @@ def parallelize_module(
         parent.register_forward_pre_hook(shared.open)
         parent.register_forward_hook(shared.close, always_call=True)
     for styled in resolved.styled:
-        if styled.input_fn is not None:
-            styled.module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
-        if styled.output_fn is not None:
-            styled.module.register_forward_hook(partial(_hook, styled.output_fn))
-        styled.module.__dict__.setdefault(APPLIED, []).append(styled.style)
-        for parameter in styled.module.parameters() if styled.shards_batch else ():
-            vars(parameter)[SHARDS_BATCH] = True
+        _apply(styled)
     return module
+
+
+def _apply(styled: "StyledModule") -> None:
+    module = styled.module
+    if styled.input_fn is not None:
+        module.register_forward_pre_hook(partial(_pre_hook, styled.input_fn), with_kwargs=True)
+    if styled.forward_fn is not None:
+        vars(module)["forward"] = styled.forward_fn
+    if styled.output_fn is not None:
+        module.register_forward_hook(partial(_hook, styled.output_fn))
+    module.__dict__.setdefault(APPLIED, []).append(styled.style)
+    for parameter in module.parameters() if styled.shards_batch else ():
+        vars(parameter)[SHARDS_BATCH] = True
 
 
 # Hooks are partials of these: a copy of the module then has its own copy of the shared input, too.
@@ -106,6 +113,7 @@ class StyledModule(NamedTuple):
     module: nn.Module
     style: ParallelStyle
     input_fn: InputFn | None
+    forward_fn: Callable[..., Tensor] | None
     output_fn: OutputFn | None
     shards_batch: bool
 
@@ -195,11 +203,12 @@ def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
             shared_input = shared[parent][1] if parent in shared else SharedInput()
             context = ModuleContext(path, mesh, axis, shared_input, type(style).__name__)
             with collected(path or "the module", found := dict[str, Layout]()):
-                input_fn, output_fn = style.input_fn(child, context), style.output_fn(child, context)
+                input_fn, forward_fn = style.input_fn(child, context), style.forward_fn(child, context)
+                output_fn = style.output_fn(child, context)
                 if input_fn is not None and path:
                     shared.setdefault(parent, (modules[parent], shared_input))
                 found |= _layouts(child, style, context)
-                styled.append(StyledModule(child, style, input_fn, output_fn, style.shards_batch(context)))
+                styled.append(StyledModule(child, style, input_fn, forward_fn, output_fn, style.shards_batch(context)))
     module_sharding.refuse([*problems, *module_sharding.conflicting_ties(named, layouts)])
     return ResolvedPlan(layouts, styled, list(shared.values()))
 

@@ -169,6 +169,10 @@ class ParallelStyle:
         """A function of the positional and keyword arguments of forward that returns new ones."""
         return None
 
+    def forward_fn(self, module: nn.Module, context: ModuleContext) -> Callable[..., Tensor] | None:
+        """What the module computes instead of its forward, from what `input_fn` returns."""
+        return None
+
     def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn | None:
         """A function of the output of forward that returns a new one."""
         return None

@@ -32,6 +32,11 @@ def unit_of(name: str) -> str:
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
 
 
+def _group(mesh: Mesh, axis: int) -> tuple[int, ...]:
+    """The ranks along an axis through rank 0."""
+    return tuple(sorted(mesh.axis_ranks(0, axis)))
+
+
 class ModuleCosts:
     """The costs of choices on a tensor axis; known inside `with costs.clock.running()`.
 
@@ -47,11 +52,11 @@ class ModuleCosts:
         self.topology = topology
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
-        self._groups = [tuple(sorted(Mesh(shape).axis_ranks(0, axis))) for axis in (0, 1)]
+        self._groups = [_group(Mesh(shape), axis) for axis in (0, 1)]
         self._unit_bytes: dict[str, float] = defaultdict(float)  # which are sent along the data axis together
         for i, node in enumerate(graph.nodes):
             if node.kind == PARAMETER:
-                self._unit_bytes[unit_of(node.name)] += self._size(Value(i))
+                self._unit_bytes[self.unit(i)] += self._size(Value(i))
         self._redistributions: dict[object, float] = {}
         self._ops: dict[object, float] = {}
 
@@ -63,10 +68,13 @@ class ModuleCosts:
             placement = self.units.shard(value, placement.dim, self.shape[1])
         return Layout(self.mesh, [placement], self.graph.result(value).shape)
 
+    def local_shape(self, value: Value, placement: Placement) -> tuple[int, ...]:
+        """The shape of a value on rank 0, which has most."""
+        return self.layout(value, placement).local_shape(self.mesh.ranks[0])
+
     def local_bytes(self, value: Value, placement: Placement) -> float:
-        """Bytes of a value on rank 0, which has most."""
-        layout = self.layout(value, placement)
-        return prod(layout.local_shape(self.mesh.ranks[0])) * self.graph.result(value).dtype.itemsize
+        """Bytes of a value on rank 0."""
+        return prod(self.local_shape(value, placement)) * self.graph.result(value).dtype.itemsize
 
     def _trains(self, value: Value) -> bool:
         """Whether a gradient passes a value; none passes the indices of a topk."""
@@ -151,33 +159,47 @@ class ModuleCosts:
     def parameter(self, number: int, placement: Placement, reshard: bool) -> float:
         """Seconds of all-gathering a parameter along the data axis, of reducing its gradient, and of AdamW."""
         node, value = self.graph.nodes[number], Value(number)
-        size, at_rest, ranks = self.local_bytes(value, placement), self.at_rest(value, placement), self.shape[0]
+        size, at_rest = self.local_bytes(value, placement), self.at_rest(number, placement)
         if not (node.trains and size):
             return 0.0
+        group = self.data_group(number)
         touched = 4 * at_rest  # with the gradient and two states
         seconds = 0.0
-        if ranks > 1:
-            share, gathers = self._size(value) / self._unit_bytes[unit_of(node.name)], 1 + reshard
-            seconds += gathers * self._collective("all_gather", 0, size - at_rest, share)
-            seconds += self._collective("reduce_scatter", 0, (ranks - 1) * at_rest, share)
+        if len(group) > 1:
+            share, gathers = self._size(value) / self._unit_bytes[self.unit(number)], 1 + reshard
+            seconds += gathers * self._collective("all_gather", group, size - at_rest, share)
+            seconds += self._collective("reduce_scatter", group, (len(group) - 1) * at_rest, share)
             touched += 2 * (gathers + 1) * size + 4 * at_rest  # messages are packed, unpacked and divided
         if placement == REPLICATE and self.shape[1] > 1:
             received = 2 * at_rest * (self.shape[1] - 1) / self.shape[1]
-            seconds += self._collective("all_reduce", 1, received, at_rest / BUCKET)
+            seconds += self._collective("all_reduce", self._groups[1], received, at_rest / BUCKET)
         return seconds + touched / self.topology.memory_bandwidth
 
-    def at_rest(self, value: Value, placement: Placement) -> float:
-        """Bytes of a parameter on rank 0 between steps: the data axis divides its first dim, of which rank 0 has most.
+    def unit(self, number: int) -> str:
+        """The unit of `fully_shard` that a parameter is in."""
+        return unit_of(self.graph.nodes[number].name)
+
+    def data_group(self, number: int) -> tuple[int, ...]:
+        """The ranks over which `fully_shard` shards a parameter."""
+        return self._groups[0]
+
+    def at_rest(self, number: int, placement: Placement) -> float:
+        """Bytes of a parameter on rank 0 between steps: `fully_shard` divides its first dim, of which rank 0 has most.
 
         Where few rows are on many ranks, that is more than an equal part, and messages are as long.
         """
-        shape = self.layout(value, placement).local_shape(self.mesh.ranks[0])
-        rows = chunk(shape[0], self.shape[0])[0] if shape else 1
+        value = Value(number)
+        shape = self.local_shape(value, placement)
+        rows = chunk(shape[0], len(self.data_group(number)))[0] if shape else 1
         return rows * prod(shape[1:]) * self.graph.result(value).dtype.itemsize
 
-    def _collective(self, kind: str, axis: int, received: float, share: float) -> float:
-        """Seconds of a collective along an axis, in which a rank receives so many bytes, as a part of a message."""
-        group, ranks = self._groups[axis], range(self.shape[0] * self.shape[1])
+    def stored(self, number: int, placement: Placement) -> tuple[Placement, float, str]:
+        """How a parameter is placed, its bytes on a rank, and why; "" if its ops say that."""
+        return placement, self.at_rest(number, placement), ""
+
+    def _collective(self, kind: str, group: tuple[int, ...], received: float, share: float) -> float:
+        """Seconds of a collective in which a rank receives so many bytes, as a part of a message."""
+        ranks = range(self.shape[0] * self.shape[1])
         return self.topology.costs.seconds(kind, group, ranks, received / share) * share if share else 0.0
 
     def _size(self, value: Value) -> float:
@@ -192,9 +214,9 @@ class ModuleCosts:
 
         Parameters that are not resharded after forward are there in full as well.
         """
-        node, value = self.graph.nodes[number], Value(number)
-        gathered = self.local_bytes(value, placement) if self.shape[0] > 1 and not reshard else 0.0
-        return (4 if node.trains else 1) * self.at_rest(value, placement) + gathered
+        gathered = len(self.data_group(number)) > 1 and not reshard
+        size = self.local_bytes(Value(number), placement) if gathered else 0.0
+        return (4 if self.graph.nodes[number].trains else 1) * self.at_rest(number, placement) + size
 
     def activation_memory(self, number: int, choice: Choice) -> float:
         """Bytes of the results of an op that are kept for backward."""

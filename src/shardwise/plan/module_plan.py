@@ -1,6 +1,6 @@
 """`plan_module`: a plan of `parallelize_module` and `fully_shard`, with its bound and its reasons."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -15,9 +15,10 @@ from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text
 from shardwise._pictures.report import Report, table_text
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_mean
-from shardwise.parallel import fully_shard, parallelize_module
+from shardwise.parallel import ExpertParallel, fully_shard, parallelize_module
 from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, other_costs, run_steps
 from shardwise.plan.fit import fits_text
+from shardwise.plan.module_experts import EXPERT_AXES, ExpertCosts, expert_layers, expert_sizes, expert_units
 from shardwise.plan.module_search import (
     Forward,
     Found,
@@ -30,7 +31,7 @@ from shardwise.plan.module_search import (
     reasons_of,
     step_of,
 )
-from shardwise.plan.module_styles import globs, plan_of_choices
+from shardwise.plan.module_styles import as_globs, globs, plan_of_choices
 from shardwise.plan.module_text import Entry, code_of, entry_text, plan_of_toml, toml_of
 from shardwise.plan.page import module_page
 from shardwise.plan.table_request import check_head_room
@@ -46,9 +47,11 @@ class ModulePlan(Report):
     """Where the parameters of a module go, and how its activations are sharded. `str()` is a text with tables.
 
     Attributes:
-        mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given.
-        styles: the plan for `parallelize_module`.
-        units: paths of the modules for `fully_shard` along the data axis; "" is the module itself.
+        mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given. With experts on several ranks, of "edp"
+            and "ep": both are data axes.
+        styles: the plan for `parallelize_module`, along the last axis.
+        units: paths of the modules for `fully_shard` along the data axes; "" is the module itself. Those that an
+            `ExpertParallel` names are sharded along the first axis only.
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
         bound: seconds that no choices fall below, on any shape of the mesh that was tried; 0 if none was searched.
@@ -92,25 +95,37 @@ class ModulePlan(Report):
         named = module_sharding.named_parameters(module)
         facts = {"mesh": str(self.mesh), "units": self.units, "reshard": self.reshard, "src_data_rank": src_data_rank}
         module_sharding.agree_on_plan(self.styles.items(), named, self.mesh.ranks, **facts)
-        tensor, data = self._axes()
+        last, first = self._axes()
         parts = dict(module.named_modules())
         if problems := module_sharding.resolve(self.units, list(parts), "module")[1]:
             raise PlanError(f"units: {problems[0]}")
         if self.styles:
-            parallelize_module(module, tensor, dict(self.styles), src_data_rank=src_data_rank)
+            parallelize_module(module, last, dict(self.styles), src_data_rank=src_data_rank)
+        experts, everyone = self._experts, Mesh((self.mesh.size(),), self.mesh.ranks, None, self.mesh.device_type)
         for path in self.units:
-            fully_shard(parts[path], mesh=data, reshard_after_forward=self.reshard, src_data_rank=src_data_rank)
+            mesh = everyone if experts and path not in experts else first
+            fully_shard(parts[path], mesh=mesh, reshard_after_forward=self.reshard, src_data_rank=src_data_rank)
         return module
 
+    @property
+    def data_ranks(self) -> int:
+        """The number of parts of the batch."""
+        return self.mesh.size() if self._experts else self.mesh.shape[0] if self.mesh.ndim > 1 else 1
+
+    @property
+    def _experts(self) -> list[str]:
+        """The units of experts that are sharded along the last axis, which then is a data axis, too."""
+        return expert_units(self.styles, self.units)
+
     def _axes(self) -> tuple[Mesh, Mesh | None]:
-        """The meshes of the tensor axis and of the data axis through this rank."""
+        """The meshes of the last axis and of the first one through this rank."""
         if self.mesh.ndim == 1:
             return self.mesh, None
         return self.mesh.submesh((1,), collectives.rank()), self.mesh.submesh((0,), collectives.rank())
 
     def as_code(self) -> str:
         """Python code that applies the plan to `model`."""
-        return code_of(self.mesh, self.styles, self.units, self.reshard)
+        return code_of(self.mesh, self.styles, self.units, self.reshard, self._experts)
 
     def as_toml(self) -> str:
         """The plan as the text of a file, which `save` writes and `load` reads."""
@@ -225,7 +240,7 @@ class ModulePlan(Report):
             rows = [(_names(r), str(r.placement), str(r.next_best or ""), _change(r)) for r in self.reasons]
             lines += ["", table_text([("parameter", "placement", "next best", "costs"), *rows], "llll", width)]
         if len(self.tried) > 1:
-            shapes = [(f"{a} x {b}", _seconds(t)) for t in self.tried for a, b in [t.shape]]
+            shapes = [(tried.text, _seconds(tried)) for tried in self.tried]
             lines += ["", table_text([("dp x tp", "a step"), *shapes], "lr", width)]
         return "\n".join(lines)
 
@@ -233,14 +248,20 @@ class ModulePlan(Report):
         if self.step is None:
             return [f"{self.mesh}: a step of {milliseconds_text(self.seconds)}"]
         peak, sent = self.step.peak_bytes, bytes_text(self.step.sent_bytes)
+        assumed = ["Tokens are taken to choose all experts equally often."] if self._experts else []
         return [
             fits_text(peak, self.memory, self.mesh.size(), self.seconds, self.gap if self.bound else None),
             f"{self.mesh}; simulated: {milliseconds_text(self.step.seconds)}, {sent} sent",
+            *assumed,
         ]
 
     def _units_text(self) -> str:
         units = ", ".join(unit or "the module" for unit in globs(self.units))
-        return f"fully_shard along the data axis, reshard_after_forward={self.reshard}: {units}"
+        options = f"reshard_after_forward={self.reshard}"
+        if not self._experts:
+            return f"fully_shard along the data axis, {options}: {units}"
+        apart = ", ".join(globs(self._experts))
+        return f"fully_shard along both axes, {apart} along the first only, {options}: {units}"
 
     def to_html(self) -> str:
         """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
@@ -311,12 +332,16 @@ def plan_module(
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
     they are fully sharded, and plain inputs are the rank's part of the batch.
 
+    Without a tensor axis, layers that `ExpertParallel` knows may have their experts on a part of the data axis, "ep",
+    where tokens are sent to them; along the rest, "edp", these experts are fully sharded. A trace has no values to
+    choose experts by: each is taken to get tokens x top_k / experts, and a token to go to as many ranks as it can.
+
     Args:
         module: on any device, also meta; nothing of it changes.
         topology: the machine.
         inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
-        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis; None tries all shapes whose tensor
-            axis stays in a host.
+        mesh: of one axis, the tensor axis, or of a data axis and a tensor axis, or of the axes "edp" and "ep"; None
+            tries all shapes whose tensor axis stays in a host, and all sizes of "ep".
         forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
             replicated.
         pinned: placements of parameters along the tensor axis that are given, by name or glob: Shard(dim) or
@@ -350,8 +375,11 @@ def _planned(origin: Origin) -> ModulePlan:
         raise PlanError(f"plan_module: pinned: {problems[0]}")
     pinned = {name: origin.pinned[key] for key, of_key in matched.items() for name in of_key}
     memory, shapes = topology.memory * (1 - origin.head_room), _shapes(topology, mesh, batch_rows(search.inputs))
+    experts = _expert_axes(origin, pinned)
+    if experts and mesh is not None:
+        shapes = []
     budget, scale = inf, 1.0
-    while found := search.run(shapes, budget, pinned):
+    while found := search.run(shapes, budget, pinned, experts):
         steps = _simulated(origin, found)
         step, plan, choices = next(steps)
         if step.peak_bytes <= memory:
@@ -383,6 +411,11 @@ def _simulated(origin: Origin, found: list[Found]) -> Iterator[tuple[RankClass, 
 def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
     """The plan of choices, without its reasons."""
     shape = found.costs.shape
+    if isinstance(found.costs, ExpertCosts):
+        layers = expert_layers(module)
+        own = as_globs({path: [ExpertParallel()] for path in layers}, [path for path, _ in module.named_modules()])
+        units = (*layers, *(unit for unit in _units(module) if unit not in layers))
+        return ModulePlan(mesh or found.costs.expert_mesh, own, units, found.reshard, found.seconds)
     styles = plan_of_choices(module, found.costs, found.problem.chosen(found.solution)) if shape[1] > 1 else {}
     if mesh is None:
         mesh = Mesh(shape, names=("dp", "tp")) if shape[0] > 1 else Mesh(shape[1:], names=("tp",))
@@ -400,8 +433,7 @@ def price_module(
 
     Args: as of `plan_module`.
     """
-    data_ranks = plan.mesh.shape[0] if plan.mesh.ndim > 1 else 1
-    step = step_of(inputs, forward, data_ranks)
+    step = step_of(inputs, forward, plan.data_ranks)
     build = training(module, lambda model, _: plan.apply(model, src_data_rank=None), step, first_step=False)
     return simulate_rank(build, plan.mesh, topology, plan.mesh.ranks[0])[0]
 
@@ -418,6 +450,27 @@ def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int,
             f"{mesh}. Fix: a data axis and a tensor axis, such as Mesh((2, {topology.ranks // 2 or 1}))."
         )
     return [(mesh.shape[0], mesh.shape[1]) if mesh.ndim == 2 else (1, mesh.shape[0])]
+
+
+def _expert_axes(origin: Origin, pinned: Iterable[str]) -> list[int]:
+    """The sizes of an axis of experts to try: that of a mesh which has one, or all if nothing of a layer is pinned.
+
+    Raises:
+        PlanError: a mesh has one that the module or the batch does not allow.
+    """
+    module, topology, mesh = origin.search.module, origin.search.topology, origin.mesh
+    layers = tuple([f"{path}." for path in expert_layers(module)])
+    free = not any(name.startswith(layers) for name in pinned) and batch_rows(origin.search.inputs) >= topology.ranks
+    sizes = expert_sizes(module, topology.ranks) if free else []
+    if mesh is None or mesh.names != EXPERT_AXES:
+        return sizes if mesh is None else []
+    if mesh.shape[1] not in sizes:
+        raise PlanError(
+            f"plan_module: {mesh} shards experts along ep, and the batch along both axes. This takes layers of experts "
+            f"of which no parameter is pinned, 2 to as many ranks as experts along ep, and a row of the batch for each "
+            f"rank. Fix: mesh=None tries all that can be."
+        )
+    return [mesh.shape[1]]
 
 
 def _units(module: nn.Module) -> tuple[str, ...]:

@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from shardwise._layout import Placement
 from shardwise.errors import PlanError
 from shardwise.plan.module_costs import ModuleCosts
+from shardwise.plan.module_experts import ExpertCosts
 from shardwise.plan.module_problem import REFUSED, Forced, ModuleProblem, module_problem
 from shardwise.plan.module_solver import Solution
-from shardwise.plan.module_trace import OP, PARAMETER, Value, trace_module
+from shardwise.plan.module_trace import OP, PARAMETER, trace_module
 from shardwise.simulation.api import without_values
 from shardwise.simulation.topology import Topology
 
@@ -55,11 +56,22 @@ class Found(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A shape of the mesh, and the seconds of its best plan, or a bound of them; None if no plan fits."""
+    """A shape of the mesh, and the seconds of its best plan, or a bound of them; None if no plan fits.
+
+    Attributes:
+        experts: the ranks of the axis of experts, a part of the data axis.
+    """
 
     shape: tuple[int, int]
     seconds: float | None
     is_bound: bool
+    experts: int = 1
+
+    @property
+    def text(self) -> str:
+        """The shape, data x tensor."""
+        experts = f", experts on {self.experts}" if self.experts > 1 else ""
+        return f"{self.shape[0]} x {self.shape[1]}{experts}"
 
 
 @dataclass(frozen=True)
@@ -141,33 +153,51 @@ class Search:
         self.topology, self.inputs, self.forward = topology, inputs, forward
         self.tried: list[Tried] = []
         self.bound = self.least_bytes = inf
-        self._costs: dict[tuple[int, int], ModuleCosts] = {}
+        self._costs: dict[tuple[tuple[int, int], int], ModuleCosts] = {}
         self._problems: dict[tuple[ModuleCosts, bool], ModuleProblem | float] = {}
 
-    def run(self, shapes: Sequence[tuple[int, int]], memory: float, pinned: Mapping[str, Placement]) -> list[Found]:
+    def run(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        memory: float,
+        pinned: Mapping[str, Placement],
+        experts: Sequence[int] = (),
+    ) -> list[Found]:
         """The best of these shapes, with the placements that are pinned, and of those whose costs are close to its own
         the one with the longest data axis, which is the simplest plan; empty if no choices fit the memory.
+
+        Args:
+            experts: sizes of an axis of experts that are tried on a data axis of all ranks.
 
         Raises:
             PlanError: no plan has what is pinned.
         """
         self.tried, self.bound = [], inf
         found: list[Found] = []
-        limit = inf
-        for shape in shapes:
-            one = self._on(shape, memory, pinned, limit)
+        limit, everyone = inf, (self.topology.ranks, 1)
+        for shape, ranks in [*((shape, 1) for shape in shapes), *((everyone, n) for n in experts)]:
+            one = self._on(shape, ranks, memory, pinned, limit)
             if one is not None:
                 found.append(one)
                 limit = min(limit, CLOSE * one.seconds)
         close = sorted([one for one in found if one.seconds <= limit], key=lambda one: one.seconds)
         return close[:1] + sorted(close[1:], key=lambda one: -one.costs.shape[0])[:1]
 
-    def _on(self, shape: tuple[int, int], memory: float, pinned: Mapping[str, Placement], limit: float) -> Found | None:
+    def _costs_on(self, shape: tuple[int, int], experts: int) -> ModuleCosts:
+        if (shape, experts) not in self._costs:
+            if experts > 1:
+                found: ModuleCosts = ExpertCosts(self._costs_on(shape, 1), self.module, experts)
+            else:
+                graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
+                found = ModuleCosts(graph, shape, self.topology)
+            self._costs[shape, experts] = found
+        return self._costs[shape, experts]
+
+    def _on(
+        self, shape: tuple[int, int], experts: int, memory: float, pinned: Mapping[str, Placement], limit: float
+    ) -> Found | None:
         """The best choices on a shape, if they may take less than `limit` seconds."""
-        if shape not in self._costs:
-            graph = trace_module(self.module, step_of(self.inputs, self.forward, shape[0]))
-            self._costs[shape] = ModuleCosts(graph, shape, self.topology)
-        costs = self._costs[shape]
+        costs = self._costs_on(shape, experts)
         found: list[Found] = []
         least = inf
         for reshard in (False, True)[: 1 + (shape[0] > 1)]:
@@ -179,7 +209,7 @@ class Search:
         self.bound = min([self.bound, *(one.bound for one in found)])
         chosen = min(found, key=lambda one: one.seconds, default=None)
         seconds = chosen.seconds if chosen is not None else least if least < inf else None
-        self.tried.append(Tried(shape, seconds, chosen is None and seconds is not None))
+        self.tried.append(Tried(shape, seconds, chosen is None and seconds is not None, experts))
         return chosen
 
     def _problem(self, costs: ModuleCosts, reshard: bool, limit: float) -> ModuleProblem | float:
@@ -247,8 +277,10 @@ def reasons_of(found: Found) -> list[Reason]:
                     others.append((seconds - found.seconds, problem.bytes(other) - found.bytes, choice.outputs[0]))
         more = min(others, key=lambda other: other[0] + found.price * other[1], default=(0.0, 0.0, None))
         placement = own[found.solution.choices[at]].outputs[0]
-        why = "it is pinned" if at in found.forced else taken.get(first, "")
+        stored = [found.costs.stored(number, placement) for number in parameters]
+        placement, _, own_why = stored[0]
+        why = "it is pinned" if at in found.forced else own_why or taken.get(first, "")
         names = [name for number in parameters for name in graph.names[graph.nodes[number].name]]
-        size = sum(found.costs.local_bytes(Value(number), placement) for number in parameters) / found.costs.shape[0]
+        size = sum(size for _, size, _ in stored)
         found_reasons.append(Reason(tuple(names), size, placement, why, more[2], more[0], more[1]))
     return found_reasons

@@ -1,7 +1,7 @@
 """Plans of modules as Python code and as TOML, with the options that differ from their defaults."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -10,6 +10,7 @@ from shardwise._layout.parse import parse_mesh, parse_placement
 from shardwise.errors import PlanError, ShardwiseError, did_you_mean
 from shardwise.parallel import (
     ColwiseParallel,
+    ExpertParallel,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -22,8 +23,8 @@ Entry = ParallelStyle | Placement
 STYLES = {
     style.__name__: style
     for style in (
-        ColwiseParallel, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel,
-        SequenceParallel,
+        ColwiseParallel, ExpertParallel, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput,
+        RowwiseParallel, SequenceParallel,
     )
 }  # fmt: skip
 
@@ -46,8 +47,10 @@ def entry_text(entry: Entry) -> str:
     return f"{type(entry).__name__}({options})"
 
 
-def code_of(mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...], reshard: bool) -> str:
-    """Python code that applies a plan to `model`."""
+def code_of(
+    mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...], reshard: bool, experts: Sequence[str] = ()
+) -> str:
+    """Python code that applies a plan to `model`; units of `experts` are sharded along the first axis only."""
     entries = {key: entry_text(entry) for key, entry in styles.items()}
     text = " ".join(entries.values())
     placements = [name for name in ("Partial", "Replicate", "Shard") if f"{name}(" in text]
@@ -67,11 +70,13 @@ def code_of(mesh: Mesh, styles: Mapping[str, Entry], units: tuple[str, ...], res
         "}",
         f"parallelize_module(model, {tensor}, plan)",
     ]
-    if units:
-        lines += [
-            f"for path in {list(units)!r}:",
-            f"    fully_shard(model.get_submodule(path), mesh={data}, reshard_after_forward={reshard})",
-        ]
+    everyone = f"Mesh({(mesh.size(),)!r})" if experts else data
+    for paths, along in ((list(experts), data), ([unit for unit in units if unit not in experts], everyone)):
+        if paths:
+            lines += [
+                f"for path in {paths!r}:",
+                f"    fully_shard(model.get_submodule(path), mesh={along}, reshard_after_forward={reshard})",
+            ]
     return "\n".join(lines) + "\n"
 
 

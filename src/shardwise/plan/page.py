@@ -184,7 +184,7 @@ def _parameters(reasons: Sequence[Reason]) -> Section:
 
 def _meshes(tried: Sequence[Tried]) -> Section:
     return "Meshes", "Modelled steps, by the ranks of the data axis and of the tensor axis.", sortable(
-        Column("data x tensor", [f"{data} x {tensor}" for (data, tensor), *_ in tried]),
+        Column("data x tensor", [one.text for one in tried]),
         Column("step", [one.seconds for one in tried], milliseconds_text),
         Column("note", ["does not fit" if x.seconds is None else "at least" if x.is_bound else "" for x in tried]),
     )  # fmt: skip

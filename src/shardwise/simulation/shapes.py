@@ -23,7 +23,7 @@ from shardwise.embedding import (
 )
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.parallel import fully_shard, loss_parallel
-from shardwise.parallel.experts import MixtureOfExperts, Routing
+from shardwise.parallel.experts import MixtureOfExperts, Routing, balanced_choices
 from shardwise.parallel.shard_module import shard_module
 from shardwise.simulation.api import Step
 
@@ -73,7 +73,7 @@ class BalancedExperts(MixtureOfExperts):
     def route(self, tokens: Tensor) -> Routing:
         routing = super().route(tokens)
         local = tokens.to_local() if isinstance(tokens, DTensor) else tokens
-        chosen = torch.arange(len(local) * self.top_k).view(-1, self.top_k) % self.num_experts
+        chosen = balanced_choices(len(local), self.top_k, self.num_experts)
         if isinstance(tokens, DTensor):
             chosen = _distributed(chosen, tokens.layout_.mesh)
         return routing._replace(chosen=chosen)
