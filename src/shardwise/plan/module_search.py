@@ -163,8 +163,8 @@ class Search:
         pinned: Mapping[str, Placement],
         experts: Sequence[int] = (),
     ) -> list[Found]:
-        """The best of these shapes, with the placements that are pinned, and of those whose costs are close to its own
-        the one with the longest data axis, which is the simplest plan; empty if no choices fit the memory.
+        """The best of these shapes, with the placements that are pinned, and of those with a longer data axis,
+        whose plans are simpler, the longest one whose costs are close; empty if no choices fit the memory.
 
         Args:
             experts: sizes of an axis of experts that are tried on a data axis of all ranks.
@@ -180,8 +180,11 @@ class Search:
             if one is not None:
                 found.append(one)
                 limit = min(limit, CLOSE * one.seconds)
-        close = sorted([one for one in found if one.seconds <= limit], key=lambda one: one.seconds)
-        return close[:1] + sorted(close[1:], key=lambda one: -one.costs.shape[0])[:1]
+        best = min(found, key=lambda one: one.seconds, default=None)
+        if best is None:
+            return []
+        close = [one for one in found if one.seconds <= limit and one.costs.shape[0] > best.costs.shape[0]]
+        return [best, *sorted(close, key=lambda one: -one.costs.shape[0])[:1]]
 
     def _costs_on(self, shape: tuple[int, int], experts: int) -> ModuleCosts:
         if (shape, experts) not in self._costs:
