@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise._layout import Boxes, Layout, Mesh, OnRanks, Partial, Replicate
+from shardwise._layout import Layout, Partial, Replicate
+from shardwise._layout.rank_boxes import rank_boxes
 from shardwise.errors import PlanError
 
 Ints = NDArray[np.int64]
@@ -154,13 +155,12 @@ def make_plan(tables: Sequence[Table]) -> Plan:
     Raises:
         PlanError: a table that cannot be looked up: on another mesh, with pending sums, or in boxes of several widths.
     """
-    mesh = tables[0].layout.mesh
-    ranks, coordinates = tuple(sorted(mesh.ranks)), coordinates_of(mesh)
+    ranks = tuple(sorted(tables[0].layout.mesh.ranks))
     of_layout: dict[Layout, _Boxes] = {}
     for table in tables:
         _check(table, tables[0])
         if table.layout not in of_layout:
-            of_layout[table.layout] = _boxes(table, ranks, coordinates)
+            of_layout[table.layout] = _boxes(table, ranks)
     boxes = [of_layout[table.layout] for table in tables]
     keys_of = [
         [StackKey(width, table.dtype, table.replicated, table.group) for width in found.widths.tolist()]
@@ -194,15 +194,10 @@ def _starts(segment: Ints, rows: Ints, of_segments: Ints) -> Ints:
     return starts
 
 
-def coordinates_of(mesh: Mesh) -> Ints:
-    """The positions of the ranks of a mesh on its axes, [ranks, axes]; ranks in ascending order."""
-    return np.array([mesh.coordinate(rank) for rank in sorted(mesh.ranks)], dtype=np.int64).reshape(mesh.size(), -1)
-
-
-def _boxes(table: Table, ranks: Sequence[int], coordinates: Ints) -> _Boxes:
-    explicit = any(isinstance(p, Boxes) for p in table.layout.placements)
-    found = _listed(table.layout, ranks) if explicit else _computed(table.layout, coordinates)
-    position, row, rows, col, cols = found[:, (found[2] > 0) & (found[4] > 0)]
+def _boxes(table: Table, ranks: Sequence[int]) -> _Boxes:
+    found = rank_boxes(table.layout)
+    full = found.sizes.all(0)
+    position, (row, col), (rows, cols) = found.position[full], found.offsets[:, full], found.sizes[:, full]
     several = (position[1:] == position[:-1]) & (cols[1:] != cols[:-1])
     if several.any():
         raise PlanError(
@@ -211,33 +206,6 @@ def _boxes(table: Table, ranks: Sequence[int], coordinates: Ints) -> _Boxes:
         )
     widths, width = np.unique(cols, return_inverse=True)
     return _Boxes(position, row, rows, col, cols, widths, width)
-
-
-def _listed(layout: Layout, ranks: Sequence[int]) -> Ints:
-    """The fields of explicit boxes, [position, row, rows, col, cols] × boxes."""
-    found = [
-        (position, box.offsets[0], box.sizes[0], box.offsets[1], box.sizes[1])
-        for position, rank in enumerate(ranks)
-        for box in layout.boxes(rank)
-    ]
-    return np.array(found, dtype=np.int64).reshape(-1, 5).T
-
-
-def _computed(layout: Layout, coordinates: Ints) -> Ints:
-    """The same of one box a rank, of all ranks at once: tables × ranks calls of `Layout.boxes` would take seconds."""
-    holds = np.ones(len(coordinates), dtype=bool)
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, OnRanks):
-            holds &= coordinates[:, axis] == placement.position
-    position = holds.nonzero()[0]
-    fields = [position]
-    for dim in layout.dims:
-        number = np.zeros_like(position)
-        for axis in dim.axes:
-            number = number * layout.mesh.shape[axis] + coordinates[position, axis]
-        starts = np.array(dim.starts, dtype=np.int64)
-        fields += [starts[number], starts[number + 1] - starts[number]]
-    return np.stack(fields)
 
 
 def _check(table: Table, first: Table) -> None:

@@ -125,7 +125,9 @@ def make_routes(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -
         in_order=bool(np.array_equal(at, np.arange(len(all_starts)))),
         column=put(column // plan.unit),
         widths=put(width // plan.unit),
-        most_requests=put(np.maximum.reduceat(np.bincount(interval), np.searchsorted(feature_of, np.arange(len(rows))))),
+        most_requests=put(
+            np.maximum.reduceat(np.bincount(interval), np.searchsorted(feature_of, np.arange(len(rows))))
+        ),
         replies=None if replies.all() else put(replies).bool(),
         segments=put(np.searchsorted(owner * len(plan.keys) + stack, np.arange(num_segments), side="right")),
     )
