@@ -66,7 +66,7 @@ def check_few_ids(placement: Placement, sparse: float) -> None:
     setup, bags, generator = Setup(4, placement, rows=64), 90, torch.Generator().manual_seed(collectives.rank())
     table = full_table(64, 4)
     for occupied in (0, 3, 9, 1):
-        own = [[] for _ in range(bags)]
+        own: list[list[int]] = [[] for _ in range(bags)]
         for bag in torch.randperm(bags, generator=generator)[:occupied].tolist():
             own[bag] = torch.randint(64, (3,), generator=generator).tolist()
         with patch.object(requesting, "SPARSE", sparse):
@@ -87,7 +87,11 @@ def test_bags_of_which_few_have_an_id_are_summed_and_trained(placement: Placemen
 @pytest.mark.parametrize("mesh", [Mesh((4,)), Mesh((2, 2))], ids=str)
 @pytest.mark.parametrize("bags", [(20, 20, 20, 20), (20, 3, 31, 0)])
 def test_runs_without_ids_need_not_be_numbered(mesh: Mesh, bags: tuple[int, ...]) -> None:
-    placements = [[Shard(0)] * mesh.ndim, [Replicate()] * mesh.ndim, [*[Replicate()] * (mesh.ndim - 1), Shard(1)]]
+    placements: list[list[Placement]] = [
+        [Shard(0)] * mesh.ndim,
+        [Replicate()] * mesh.ndim,
+        [*[Replicate()] * (mesh.ndim - 1), Shard(1)],
+    ]
     shapes = [(9, 8), (5, 12), (7, 4)]
     tables = [
         Table(f"t{i}", Layout(mesh, per_axis, shape), "float32", (f"f{i}", f"g{i}")[: 1 + (i == 0)])
