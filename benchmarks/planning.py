@@ -4,9 +4,9 @@ One process, no communication: the planner sees layouts only. Each figure is for
 cost, and what one rank sends and receives. Beside it the planner of `torch.distributed.tensor`, greedy and with its
 search for the lowest cost, which finds no split sizes. A second table has the layouts themselves.
 
-A third one has collections of tables, in CPU seconds: the plan of all blocks; of one simulated rank the collection on the
-meta device, forward and backward of the first batch, and two steps by `simulate`; and `simulate` of all classes of ranks.
-Tables are lognormal: of 10 one is row-wise over all ranks, two are in shards of 16 columns, and seven on one rank each.
+A third one has collections of tables, in CPU seconds: the plan of all blocks; of one simulated rank the collection on
+the meta device, forward and backward of the first batch, and two steps by `simulate`; and `simulate` of all classes of
+ranks. Tables are lognormal: of 10 one is row-wise over all ranks, two are in shards of 16 columns, seven on one rank each.
 
     python benchmarks/planning.py [--of layouts,tables] [--quick]
 """
