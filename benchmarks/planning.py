@@ -6,7 +6,7 @@ search for the lowest cost, which finds no split sizes. A second table has the l
 
 A third one has collections of tables, in CPU seconds: the plan of all blocks; of one simulated rank the collection on
 the meta device, forward and backward of the first batch, and two steps by `simulate`; and `simulate` of all classes of
-ranks. Tables are lognormal: of 10 one is row-wise over all ranks, two are in shards of 16 columns, seven on one rank each.
+ranks. Tables are lognormal: of 10 one is row-wise over all ranks, two are in shards of 16 columns, seven on one rank.
 
     python benchmarks/planning.py [--of layouts,tables] [--quick]
 """
