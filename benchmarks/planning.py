@@ -4,16 +4,23 @@ One process, no communication: the planner sees layouts only. Each figure is for
 cost, and what one rank sends and receives. Beside it the planner of `torch.distributed.tensor`, greedy and with its
 search for the lowest cost, which finds no split sizes. A second table has the layouts themselves.
 
-    python benchmarks/planning.py [--quick]
+A third one has collections of tables, in CPU seconds: the plan of all blocks; of one simulated rank the collection on
+the meta device, forward and backward of the first batch, and two steps by `simulate`; and `simulate` of all classes of
+ranks. Tables are lognormal: of 10 one is row-wise over all ranks, two are in shards of 16 columns, seven on one rank.
+
+    python benchmarks/planning.py [--of layouts,tables] [--quick]
 """
 
 import argparse
 import gc
+import resource
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 from statistics import median
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_placements
 from measure import machine, print_table
+from plan_cells import lognormal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute as torch_planner
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -29,6 +37,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise import Boxes, Layout, Mesh, OnRanks, Partial, Placement, Replicate, Shard, picture
 from shardwise._redistribute.plan import plan_redistribute
 from shardwise._redistribute.program import program_of
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    RowWiseAdagrad,
+    shard_embeddings,
+)
+from shardwise.embedding.plan import Table, make_plan
+from shardwise.simulation import simulate
+from shardwise.simulation.api import simulate_rank
 
 RANKS = (8, 64, 512, 4096)
 Pair = tuple[Layout, Layout]
@@ -211,17 +229,106 @@ def times_of_layout(make: Callable[[int], Layout], rounds: int) -> list[float]:
     ]
 
 
+# ---- collections of tables -----------------------------------------------------------------------------------
+
+BAGS, IDS = 8, 4  # of each feature on a rank, and of each bag
+COLLECTIONS = ((100, 8), (1000, 128), (10_000, 1024))
+MOST_SIMULATED = 128  # ranks: nearly each one is a class of its own
+
+
+def placement(number: int, config: EmbeddingBagConfig, ranks: int) -> Placement:
+    kind, columns = number % 10, config.embedding_dim // 16
+    if kind == 0:
+        return Shard(0)
+    if kind > 2 or columns == 1:
+        return OnRanks(37 * number % ranks)
+    held = [0] * ranks
+    for shard in range(columns):
+        held[(7 * number + 131 * shard) % ranks] += 16
+    return Shard(1, held)
+
+
+class Collection:
+    """Tables, their plan, and what has been timed."""
+
+    def __init__(self, tables: int, ranks: int) -> None:
+        self.mesh, self.configs = Mesh((ranks,)), lognormal(tables).configs
+        self.plan = {c.name: placement(i, c, ranks) for i, c in enumerate(self.configs)}
+        self.names = [c.feature_names[0] for c in self.configs]
+        ids = [torch.arange(BAGS * IDS) * 7919 * (i + 1) % c.num_embeddings for i, c in enumerate(self.configs)]
+        self.batch = KeyedJaggedTensor(self.names, torch.cat(ids), lengths=torch.full((tables * BAGS,), IDS))
+        self.seconds: list[float] = []
+
+    def timed(self, run: Callable[[], T]) -> T:
+        start = time.process_time()
+        found = run()
+        self.seconds.append(time.process_time() - start)
+        return found
+
+    def make_plan(self) -> object:
+        tables = [
+            Table(c.name, Layout(self.mesh, self.plan[c.name], (c.num_embeddings, c.embedding_dim)), "float32", (name,))
+            for c, name in zip(self.configs, self.names, strict=True)
+        ]
+        return make_plan(tables)
+
+    def build(self, mesh: Mesh) -> Callable[[], None]:
+        """A step, of which `simulate` calls the first to make states, and counts the second."""
+        collection = EmbeddingBagCollection(self.configs, device="meta")
+        sharded = self.timed(lambda: shard_embeddings(collection, self.plan, mesh, RowWiseAdagrad(lr=0.1)))
+
+        def step() -> None:
+            found = sharded(self.batch).values()
+            found.backward(torch.ones_like(found))
+
+        return lambda: self.timed(step)
+
+
+def collection_row(tables: int, ranks: int) -> list[str]:
+    torch.set_num_threads(1)
+    one = Collection(tables, ranks)
+    one.timed(one.make_plan)
+    one.timed(lambda: simulate_rank(one.build, one.mesh, None, 0))
+    made, sharded, request, _, of_class = one.seconds
+    row = [f"{tables:,} x {ranks:,}", *(f"{seconds:.2f}" for seconds in (made, sharded, request, of_class))]
+    if ranks > MOST_SIMULATED:
+        row += ["-", "-"]
+    else:
+        found = one.timed(lambda: simulate(one.build, mesh=one.mesh))
+        row += [f"{one.seconds[-1]:.1f}", str(len(found.classes))]
+    return [*row, f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f}"]
+
+
+def collection_rows(quick: bool) -> list[list[str]]:
+    """Each in a process of its own, for its memory."""
+    rows = []
+    for tables, ranks in COLLECTIONS[: 1 if quick else None]:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            rows.append(pool.submit(collection_row, tables, ranks).result())
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time plans by number of ranks.")
+    parser.add_argument("--of", default="layouts,tables")
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs")
-    rounds = 3 if parser.parse_args().quick else 9
+    chosen = parser.parse_args()
+    print(machine())
+    if "layouts" in chosen.of:
+        print_layouts(3 if chosen.quick else 9)
+    if "tables" in chosen.of:
+        columns = ["tables x ranks", "make plan", "shard", "request", "a class", "all classes", "of them", "peak MB"]
+        print_table("Collections of tables; CPU seconds", columns, collection_rows(chosen.quick))
+    return 0
+
+
+def print_layouts(rounds: int) -> None:
     most, rows = RANKS[-1], []
     peers = torch_times(most, rounds)
     for name, make in PAIRS.items():
         figures = [measured(make, ranks, rounds) for ranks in RANKS]
         memory = [f"{found.kept:,.0f}" for found in figures]
         rows.append([name, *(f"{found.ms:.2f}" for found in figures), *memory, f"{figures[-1].peak:,.0f}", peers[name]])
-    print(machine())
     columns = ["pair", *(f"{n:,} ranks" for n in RANKS), *(f"kB, {n:,}" for n in RANKS), "peak kB", f"torch, {most:,}"]
     print_table("A plan of one rank for a new pair of layouts; milliseconds, and kB that it keeps", columns, rows)
     rows = []
@@ -230,7 +337,6 @@ def main() -> int:
         for what, figures_of in zip(("made", "compared", "hashed", "pictured"), zip(*times, strict=True), strict=True):
             rows.append([what + kind, *(f"{ms:.3f}" for ms in figures_of)])
     print_table("The slowest of these layouts; milliseconds", ["layout", *(f"{n:,} ranks" for n in RANKS)], rows)
-    return 0
 
 
 if __name__ == "__main__":

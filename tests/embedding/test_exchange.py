@@ -1,6 +1,7 @@
 """The three collectives of a step, without modules around them."""
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,14 +10,16 @@ from torch import Tensor
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import Wait, count_comms
-from shardwise._layout import Layout, Mesh, Placement, Shard
+from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, id_message
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 from shardwise.embedding.batch import make_batch
+from shardwise.embedding.exchange import requests as requesting
 from shardwise.embedding.exchange.engine import FIRST_CAPACITY, Capacities, Engine, Gradients, Results
 from shardwise.embedding.exchange.owner import dense_gradient, new_stack
 from shardwise.embedding.exchange.requests import request_bags
+from shardwise.embedding.exchange.routes import make_routes
 from shardwise.embedding.kernels import Kernels
 from shardwise.embedding.plan import Table, make_plan
 from shardwise.errors import MismatchError, RemoteRankError
@@ -57,6 +60,65 @@ class Setup:
             raise ValueError("between messages 1 and 2")
         found = Results.apply(self.engine.trigger_of_backward(), self.engine, out.results, requests)
         return found.view(len(ids), self.plan.dims[0])
+
+
+def check_few_ids(placement: Placement, sparse: float) -> None:
+    setup, bags, generator = Setup(4, placement, rows=64), 90, torch.Generator().manual_seed(collectives.rank())
+    table = full_table(64, 4)
+    for occupied in (0, 3, 9, 1):
+        own: list[list[int]] = [[] for _ in range(bags)]
+        for bag in torch.randperm(bags, generator=generator)[:occupied].tolist():
+            own[bag] = torch.randint(64, (3,), generator=generator).tolist()
+        with patch.object(requesting, "SPARSE", sparse):
+            sums = setup.sums(own)
+        assert sums.tolist() == [table[bag].sum(0).tolist() for bag in own]
+        sums.sum().backward()
+        for bag in collectives.gather_json(own, tuple(range(4))):
+            for row in [row for ids in bag for row in ids]:
+                table[row] -= 1
+
+
+@pytest.mark.parametrize("sparse", [0.0, 1e9])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(0, (0, 50, 2, 12)), Shard(1), Replicate(), OnRanks(2)], ids=str)
+def test_bags_of_which_few_have_an_id_are_summed_and_trained(placement: Placement, sparse: float) -> None:
+    world(4).run(check_few_ids, placement, sparse)
+
+
+@pytest.mark.parametrize("mesh", [Mesh((4,)), Mesh((2, 2))], ids=str)
+@pytest.mark.parametrize("bags", [(20, 20, 20, 20), (20, 3, 0, 31)])
+def test_runs_without_ids_need_not_be_numbered(mesh: Mesh, bags: tuple[int, ...]) -> None:
+    placements: list[list[Placement]] = [
+        [Shard(0)] * mesh.ndim,
+        [Replicate()] * mesh.ndim,
+        [*[Replicate()] * (mesh.ndim - 1), Shard(1)],
+    ]
+    shapes = [(9, 8), (5, 12), (7, 4)]
+    tables = [
+        Table(f"t{i}", Layout(mesh, per_axis, shape), "float32", (f"f{i}", f"g{i}")[: 1 + (i == 0)])
+        for i, (per_axis, shape) in enumerate(zip(placements, shapes, strict=True))
+    ]
+    routes = make_routes(make_plan(tables), 1, torch.device("cpu"), Kernels())
+    lengths = torch.zeros(sum(bags), dtype=torch.int64)
+    lengths[[4, 21, 22, 41, -1]] = torch.tensor([2, 1, 3, 1, 1])
+    batch = make_batch(torch.tensor([4, 8, 1, 1, 0, 1, 2, 3]), lengths, torch.rand(8), bags)
+    found = []
+    for sparse in (0.0, 1e9):
+        with patch.object(requesting, "SPARSE", sparse):
+            found.append(request_bags(requesting.make_batch_index(routes, bags), batch))
+    numbered, occupied = found
+    assert numbered.lengths is not None
+    assert occupied.lengths is not None
+    assert numbered.weights is not None
+    assert torch.equal(numbered.lengths, occupied.lengths)
+    assert torch.equal(numbered.rows, occupied.rows)
+    assert occupied.weights is not None
+    assert torch.equal(numbered.weights, occupied.weights)
+    assert (numbered.runs, numbered.ids) == (occupied.runs, occupied.ids)
+    assert (numbered.results.sent, numbered.results.received) == (occupied.results.sent, occupied.results.received)
+    message = torch.rand(sum(numbered.results.received))
+    assert torch.equal(numbered.results.combine(message), occupied.results.combine(message))
+    gradient = torch.rand(numbered.results.num_units * numbered.results.unit)
+    assert torch.equal(numbered.results.spread(gradient, torch.empty), occupied.results.spread(gradient, torch.empty))
 
 
 ROWS = 1001  # so that sums stay exact

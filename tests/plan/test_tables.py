@@ -154,8 +154,8 @@ def test_memory_at_the_peak_of_a_step_is_that_of_a_run(optimizer: Any) -> None:
     assert planned.memory[0] == pytest.approx(real, rel=0.05)
 
 
-def test_memory_includes_the_indices_of_bags_most_of_which_have_no_id() -> None:
-    """Only bags with an id are sent, but the places of all are kept."""
+def test_memory_of_bags_most_of_which_have_no_id_is_that_of_a_run() -> None:
+    """Only bags with an id are sent, and only their places are computed."""
     tables: list[EmbeddingConfig] = [EmbeddingBagConfig(9000, 16, f"t{i}", feature_names=[f"f{i}"]) for i in range(3)]
     features = batch(tables, 0, bags=2048, most=2)
     pinned = {table.name: Shard(0) for table in tables}

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from shardwise._layout import Boxes, Layout, Mesh, Placement, Shard
+from shardwise._layout import Boxes, Layout, Placement, Shard
 from shardwise._tensor import DTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
@@ -157,9 +157,6 @@ def layout_of_rows(layout: Layout, name: str) -> Layout:
     placements: list[Placement] = list(layout.placements)
     shards = 1
     for axis in by_columns:
-        placement = placements[axis]
-        assert isinstance(placement, Shard)
-        along = Layout(Mesh((layout.mesh.shape[axis],)), [placement], (1, layout.shape[1]))
-        sizes = [int(along.local_shape(rank)[1] > 0) for rank in along.mesh.ranks]
+        sizes = [int(size > 0) for size in layout.dims[1].sizes]
         shards, placements[axis] = sum(sizes), Shard(1, sizes)
     return Layout(layout.mesh, placements, (layout.shape[0], shards))

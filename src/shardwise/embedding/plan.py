@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise._layout import Layout, Partial, Replicate
+from shardwise._layout.rank_boxes import rank_boxes
 from shardwise.errors import PlanError
 
 Ints = NDArray[np.int64]
@@ -194,13 +195,9 @@ def _starts(segment: Ints, rows: Ints, of_segments: Ints) -> Ints:
 
 
 def _boxes(table: Table, ranks: Sequence[int]) -> _Boxes:
-    found = [
-        (position, box.offsets[0], box.sizes[0], box.offsets[1], box.sizes[1])
-        for position, rank in enumerate(ranks)
-        for box in table.layout.boxes(rank)
-        if box.numel
-    ]
-    position, row, rows, col, cols = np.array(found, dtype=np.int64).reshape(-1, 5).T
+    found = rank_boxes(table.layout)
+    full = found.sizes.all(0)
+    position, (row, col), (rows, cols) = found.position[full], found.offsets[:, full], found.sizes[:, full]
     several = (position[1:] == position[:-1]) & (cols[1:] != cols[:-1])
     if several.any():
         raise PlanError(

@@ -100,6 +100,7 @@ class _Sharded(Collection):
                 tables[-1].weight.requires_grad_(False)
         self.add_module(self.kind, Tables({table.name: table for table in tables}))
         self._tables = tuple(tables)
+        self._numbers = {f"{self.kind}.{table.name}.weight": number for number, table in enumerate(tables)}
         self._collected: list[Gradients] | None = None
         self._engine = (
             self._new_engine(stacks, self._step, dtypes, ())
@@ -205,7 +206,7 @@ class _Sharded(Collection):
 
     def _states(self, parameter: str, optimizers: Sequence[RowOptimizer]) -> dict[str, DTensor]:
         """The states of a table as DTensors, which are views of those of the stacks."""
-        number = [f"{self.kind}.{table.name}.weight" for table in self._plan.tables].index(parameter)
+        number = self._numbers[parameter]
         table, stacks = self._plan.tables[number], self._engine.stacks
         optimizer, nothing = optimizers[table.group], torch.zeros(0, 0, device=stacks[0].weight.device)
         found = {}
@@ -496,7 +497,8 @@ def shard_embeddings(
     dtypes = MessageDtypes(forward_dtype, backward_dtype)
     configs = collection._configs
     names = [config.name for config in configs]
-    if unknown := [name for name in plan if name not in names]:
+    known = set(names)
+    if unknown := [name for name in plan if name not in known]:
         raise PlanError(f"The plan has {unknown[0]!r}, but the tables are {', '.join(names)}. Fix: use their names.")
     if isinstance(optimizer, Mapping) and set(optimizer) != set(names):
         odd = min(set(optimizer) ^ set(names))

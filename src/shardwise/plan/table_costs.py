@@ -28,7 +28,7 @@ from torch import Tensor
 from shardwise._layout import Kind, checked, checked_init
 from shardwise.embedding.configs import EmbeddingBagConfig, EmbeddingConfig
 from shardwise.embedding.exchange.engine import SPARE
-from shardwise.embedding.exchange.requests import MOST_RUNS
+from shardwise.embedding.exchange.requests import MOST_RUNS, SPARSE
 from shardwise.embedding.jagged import KeyedJaggedTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, did_you_mean
@@ -256,15 +256,16 @@ class TableCosts:
         output = answers * self.num_outputs * shards.rows * shards.cols / self.config.num_embeddings
         received, sent, id_bytes = answers * elements, gradients * elements, gradients * self.id_bytes(shards, form)
         of_bags = self.runs(shards, Form.BAGS) * shards.cols
+        numbered = (form is Form.BAGS) | (self.share(shards) * self.ids.sum() > SPARSE * self.runs(shards, Form.BAGS))
         indexed = {  # elements whose places are computed in each step
             Form.BAGS: np.zeros(len(elements)),
-            Form.OCCUPIED: (answers + gradients) * of_bags,
+            Form.OCCUPIED: np.where(numbered, (answers + gradients) * of_bags, received + sent),
             Form.ROWS: received + sent,
         }[form]
         moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed / unit
         index = np.zeros(len(elements)) if form is Form.BAGS else received + sent + output  # of this step
-        if isinstance(self.config, EmbeddingBagConfig):  # of all bags, computed once
-            index = index + (answers + 2 * gradients) * of_bags + 2 * output
+        if isinstance(self.config, EmbeddingBagConfig):  # of all bags, computed once, if a batch numbers their runs
+            index = index + numbered * ((answers + 2 * gradients) * of_bags + output) + output
         found = np.zeros((len(elements), 1 + len(PHASES)))
         found[:, 0] = 4 * (2 * output + sent) + 8 * index / unit + id_bytes  # 2: with its gradient
         found[:, 1] = moved / self.message_bandwidth

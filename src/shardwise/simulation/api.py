@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise._collectives import Ranks
 from shardwise._layout import Boxes, Layout, Mesh, OnRanks, checked
+from shardwise._layout.rank_boxes import Ints, rank_boxes
 from shardwise._redistribute.plan import planned
 from shardwise.errors import ArgumentError, MeshError
 from shardwise.parallel.shard_module import LayoutPlan, shard_module
@@ -132,19 +135,31 @@ def _assumptions(clock: RankClock) -> Iterator[str]:
 
 def _equal_ranks(clock: RankClock, mesh: Mesh, ranks: Sequence[int]) -> Ranks:
     """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
-    uneven = [x for x in clock.transport.owner._layouts.values() if not x.is_even]
-    moves = clock.recorded.redistributions
-    plans = [planned(src, dst, clock.costs) for src, dst in moves if not _is_even(src, dst)]
+    equal = np.array(ranks)
+    for layout in [x for x in clock.transport.owner._layouts.values() if not x.is_even]:
+        equal = equal[_like_first(layout, mesh, equal)]
+        if len(equal) == 1:
+            break
+    left: list[int] = equal.tolist()
+    moves = [(src, dst) for src, dst in clock.recorded.redistributions if not _is_even(src, dst)]
+    for plan in [planned(src, dst, clock.costs) for src, dst in moves if len(left) > 1]:
+        part = plan.src.mesh if plan.src.mesh == plan.dst.mesh else mesh
+        sent = [plan.sent_bytes(_counterpart(part, mesh, rank), 1) for rank in left]
+        left = [rank for rank, n in zip(left, sent, strict=True) if n == sent[0]]
+    return tuple(left)
 
-    def traits(rank: int) -> Iterator[object]:
-        for x in uneven:
-            yield x.local_shape(_counterpart(x.mesh, mesh, rank))
-        for plan in plans:
-            one_mesh = plan.src.mesh == plan.dst.mesh
-            yield plan.sent_bytes(_counterpart(plan.src.mesh, mesh, rank) if one_mesh else rank, 1)
 
-    first = list(traits(ranks[0]))
-    return tuple(rank for rank in ranks if all(a == b for a, b in zip(traits(rank), first, strict=True)))
+def _like_first(layout: Layout, mesh: Mesh, ranks: Ints) -> NDArray[np.bool_]:
+    """Whether each rank has a local tensor of the shape that the first one has."""
+    if layout.mesh != mesh or not layout.shape or any(isinstance(p, Boxes) for p in layout.placements):
+        shapes = [layout.local_shape(_counterpart(layout.mesh, mesh, rank)) for rank in ranks.tolist()]
+        return np.array([shape == shapes[0] for shape in shapes])
+    found = rank_boxes(layout)
+    shape_of = np.zeros((mesh.size(), len(layout.shape)), dtype=np.int64)
+    shape_of[:, 1:] = layout.shape[1:]  # of a rank without a box
+    shape_of[found.position] = found.sizes.T
+    equal: NDArray[np.bool_] = (shape_of[ranks] == shape_of[ranks[0]]).all(1)
+    return equal
 
 
 def _is_even(src: Layout, dst: Layout) -> bool:

@@ -192,10 +192,12 @@ class Engine:
             stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
             for stack, reply in zip(self.stacks, replies, strict=True)
         ]
-        runs = [
-            [n if i in answered else 0 for i, n in enumerate(of_stack.runs)]
-            for of_stack, answered in zip(requests, self._answered, strict=True)
-        ]
+        runs = []
+        for of_stack, answered in zip(requests, self._answered, strict=True):
+            of_ranks = [0] * len(of_stack.runs)
+            for i in answered:
+                of_ranks[i] = of_stack.runs[i]
+            runs.append(of_ranks)
         message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
         lent = self._lend(message.dtype)
         exchange = self._exchange("results")

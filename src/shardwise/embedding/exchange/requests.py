@@ -10,6 +10,7 @@ computed once (`BatchIndex`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardwise.embedding.exchange.routes import Routes
 from shardwise.embedding.kernels import RunIndex, Runs
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
+SPARSE = 0.5  # if at most this fraction can have an id, those without one are not numbered: measured, on CPUs
 CHECK_EVERY = 64  # batches between comparisons of bags and rows: finding distinct rows costs as much as it may save
 
 
@@ -75,6 +77,15 @@ class IdRequest:
 
 
 @dataclass(frozen=True)
+class AllRuns:
+    """What follows if every run is requested, also those without an id."""
+
+    cell_of_run: Tensor | None  # None: runs are cells
+    run_of_unit: Tensor
+    results: ResultIndex
+
+
+@dataclass(frozen=True)
 class BatchIndex:
     """What follows from the plan and how many bags each feature has.
 
@@ -88,16 +99,35 @@ class BatchIndex:
     cell_shift: Tensor  # of each interval: from a bag to its cell
     num_cells: int
     cell_bounds: Tensor  # the first cell of each position
-    cell_of_run: Tensor | None  # None: runs are cells
+    runs_of_request: Tensor
     runs: list[int]  # where those of each segment end
     ends: Tensor  # the same
-    run_of_unit: Tensor
+    num_units: int  # of the output
     bag_of_unit: Tensor  # of the output
     first_unit: Tensor  # of the output, of each bag
+    stride: Tensor  # of each feature: units of the output from a bag to the next
     first_interval: Tensor  # of each bag
     interval_size: Tensor | None  # of each bag; None: look them up
-    of_all_runs: ResultIndex
+    most_requests: Tensor  # of each bag: that an id of it is part of
     for_kernels: RunIndex | None  # None: intervals of several sizes, or ids of 64 bits
+
+    @cached_property
+    def all_runs(self) -> AllRuns:
+        """Made when a batch needs it: there are tables × ranks × bags of them."""
+        routes, runs = self.routes, self.runs_of_request
+        first = F.pad(self.first_unit, (0, 1))[torch.searchsorted(self.feature_of_bag, routes.feature)]
+        run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, self.stride[routes.feature])
+        replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
+        return AllRuns(
+            cell_of_run=None if routes.in_order else _ranges(self.cell_bounds[routes.at], runs),
+            run_of_unit=run_of_unit,
+            results=result_index(routes.plan.unit, self.num_units, targets, replies, *_elements(routes, runs)),
+        )
+
+    def is_sparse(self, batch: Batch) -> bool:
+        """Whether few of the runs can have an id: each id is in as many runs as its interval has requests."""
+        most = SPARSE * self.runs[-1]
+        return batch.values.numel() < most and int((batch.lengths * self.most_requests).sum()) < most
 
     def intervals(self, values: Tensor, rows: Tensor, bag: Tensor) -> Tensor:
         """The interval of each id. Dividing takes half as long as a search, or less."""
@@ -120,19 +150,14 @@ def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
     cell_bounds = F.pad(cells.cumsum(0), (1, 0))
     bag_base = sizes.cumsum(0) - sizes
     cell_shift = cell_bounds[routes.position] - bag_base[routes.feature_of]
-    feature = routes.feature
-    runs = sizes[feature]
+    runs = sizes[routes.feature]
     if len(set(bags)) == 1:
-        offsets, strides = dims.cumsum(0) - dims, dims.sum().expand(len(dims))
+        offsets, stride = dims.cumsum(0) - dims, dims.sum().expand(len(dims))
         bag_of_unit = (torch.repeat_interleave(bag_base, dims) + torch.arange(bags[0], device=device)[:, None]).view(-1)
     else:
-        offsets, strides = (sizes * dims).cumsum(0) - sizes * dims, dims
+        offsets, stride = (sizes * dims).cumsum(0) - sizes * dims, dims
         bag_of_unit = torch.repeat_interleave(dims[feature_of_bag])
-    run_of_unit, targets = unit_targets(runs, routes.widths, offsets[feature] + routes.column, strides[feature])
-    first_unit = unit_targets(sizes, torch.ones_like(sizes), offsets, strides)[1]
-    replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
     segments = routes.bounds(runs)
-    num_units = int((sizes * dims).sum())
     return BatchIndex(
         routes=routes,
         feature_of_bag=feature_of_bag,
@@ -140,15 +165,16 @@ def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
         cell_shift=cell_shift,
         num_cells=int(cells.sum()),
         cell_bounds=cell_bounds,
-        cell_of_run=None if routes.in_order else _ranges(cell_bounds[routes.at], runs),
+        runs_of_request=runs,
         runs=segments,
         ends=torch.tensor(segments, device=device),
-        run_of_unit=run_of_unit,
+        num_units=int((sizes * dims).sum()),
         bag_of_unit=bag_of_unit,
-        first_unit=first_unit,
+        first_unit=unit_targets(sizes, torch.ones_like(sizes), offsets, stride)[1],
+        stride=stride,
         first_interval=torch.searchsorted(routes.feature_of, feature_of_bag),
         interval_size=None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
-        of_all_runs=result_index(routes.plan.unit, num_units, targets, replies, *_elements(routes, runs)),
+        most_requests=routes.most_requests[feature_of_bag],
         for_kernels=_for_kernels(routes, bags, cell_bounds, cell_shift),
     )
 
@@ -188,15 +214,50 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
 
 def request_bags(index: BatchIndex, batch: Batch) -> IdRequest:
     """Request the sums of the bags of a batch; of all, unless fewer than `MOST_RUNS` have an id at an owner."""
+    if index.is_sparse(batch):
+        return _request_occupied(index, batch)
     routes, found, segments = index.routes, None, index.runs
     if index.for_kernels is not None and batch.weights is None:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
     rows, lengths, counts, weights = found or _runs(index, batch)
-    results, occupied = index.of_all_runs, lengths > 0
+    results, occupied = index.all_runs.results, lengths > 0
     if int(occupied.sum()) < MOST_RUNS * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
-        results = results.only(occupied[index.run_of_unit])
+        results = results.only(occupied[index.all_runs.run_of_unit])
     return IdRequest(lengths, rows, weights, segments, routes.bounds(counts), results)
+
+
+def _request_occupied(index: BatchIndex, batch: Batch) -> IdRequest:
+    """Request the bags that have an id at an owner, in time and memory by the ids: no run without one is made."""
+    routes, values, bag = index.routes, batch.values, batch.bag
+    rows = values + index.base_of_bag.index_select(0, bag)
+    interval = index.intervals(values, rows, bag)
+    order = _stable_order(routes.position.index_select(0, interval), len(routes.starts))
+    cells, lengths = torch.unique_consecutive(
+        (index.cell_shift.index_select(0, interval) + bag).index_select(0, order), return_counts=True
+    )
+    id_ends = F.pad(lengths.cumsum(0), (1, 0))
+    bounds = torch.searchsorted(cells, index.cell_bounds)  # the first of these cells of each position
+    first, runs = bounds[routes.at], bounds.diff()[routes.at]
+    ids = id_ends[bounds].diff()[routes.at]
+    picked, cell = order[_ranges(id_ends[first], ids)], _ranges(first, runs)
+    request = torch.repeat_interleave(runs, output_size=cell.numel())
+    targets = index.first_unit[bag[order][id_ends[:-1]]][cell] + routes.column[request]
+    widths = routes.widths[request]
+    return IdRequest(
+        lengths=lengths.to(routes.dtype)[cell],
+        rows=routes.shifted(rows[picked], ids),
+        weights=None if batch.weights is None else batch.weights[picked],
+        runs=routes.bounds(runs),
+        ids=routes.bounds(ids),
+        results=result_index(
+            routes.plan.unit,
+            index.num_units,
+            _ranges(targets, widths),
+            None if routes.replies is None else torch.repeat_interleave(routes.replies[request], widths),
+            *_elements(routes, runs),
+        ),
+    )
 
 
 def _runs(index: BatchIndex, batch: Batch) -> Runs:
@@ -209,10 +270,10 @@ def _runs(index: BatchIndex, batch: Batch) -> Runs:
         rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
     ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
     counts = ends.diff()[routes.at]
-    if index.cell_of_run is not None:
+    if index.all_runs.cell_of_run is not None:
         picked = _ranges(ends[routes.at], counts)
         rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
-        lengths = lengths[index.cell_of_run]
+        lengths = lengths[index.all_runs.cell_of_run]
     return routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights
 
 
@@ -295,7 +356,7 @@ class PoolingChoice:
         if bags is not None and not compare:
             return bags
         feature, first = (x.index_select(0, batch.bag) for x in (index.feature_of_bag, index.first_unit))
-        rows = request_rows(index.routes, batch.values, feature, first, index.of_all_runs.num_units)
+        rows = request_rows(index.routes, batch.values, feature, first, index.num_units)
         if bags is not None:
             sums, of_rows = (self._element_size * sum(way.results.received) for way in (bags, rows))
             self.by_owners = not of_rows or owners_pool(sums, of_rows, indexed_ids=batch.values.numel())

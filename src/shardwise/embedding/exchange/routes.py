@@ -41,6 +41,7 @@ class Routes:
         at: the position of the interval of each request.
         in_order: whether requests are in the order of positions, one each.
         column, widths: the columns that the owner of each request holds: the first, and how many, in units.
+        most_requests: of each feature, the most requests that share an interval.
         replies: whether the owner of each request returns rows; other replicas only need gradients. None: all do.
         segments: the last request of each owner and stack.
     """
@@ -61,6 +62,7 @@ class Routes:
     in_order: bool
     column: Tensor
     widths: Tensor
+    most_requests: Tensor
     replies: Tensor | None
     segments: Tensor
 
@@ -123,6 +125,9 @@ def make_routes(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -
         in_order=bool(np.array_equal(at, np.arange(len(all_starts)))),
         column=put(column // plan.unit),
         widths=put(width // plan.unit),
+        most_requests=put(
+            np.maximum.reduceat(np.bincount(interval), np.searchsorted(feature_of, np.arange(len(rows))))
+        ),
         replies=None if replies.all() else put(replies).bool(),
         segments=put(np.searchsorted(owner * len(plan.keys) + stack, np.arange(num_segments), side="right")),
     )
