@@ -37,3 +37,17 @@ def test_shards_of_many_ranks_are_gathered_and_their_sums_are_scattered(
         assert_close(sums, [x.double() * (RANKS * (RANKS + 1) // 2) for x in own])
 
     world(RANKS).run(run)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 16), 1), ((16, 3), 0)], ids=str)
+def test_equal_shards_that_are_not_one_after_the_other_are_no_blocks(shape: tuple[int, int], dim: int) -> None:
+    def run() -> None:
+        full = torch.arange(48.0).view(shape)
+        sharded = distribute_tensor(full, Mesh((8,)), [Shard(dim)])
+        own = sharded.to_local()
+        moves = replace(batched([sharded._layout], 0, rank()), collective="reduce_scatter")
+        assert moves._in_blocks is (dim == 0)
+        assert_close(moves.start_gather([own], torch.float32)([None]), [full])
+        assert_close(moves.reduce([full * (rank() + 1)], torch.float32), [own * 36])
+
+    world(8).run(run)
