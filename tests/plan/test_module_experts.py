@@ -176,3 +176,19 @@ def test_exchanges_of_a_plan_are_of_tokens_for_each_rank_that_has_experts_of_the
     there, back, head = 3 * 8 * (16 + 2 * 2) * 4, 3 * 8 * 16 * 4, 3 * 24
     assert sorted(size for size in sent if size > head) == sorted(2 * [there, back, back, there])
     assert plan.reasons[[r.names[0] for r in plan.reasons].index("layers.0.mixed.w1")].placement == Shard(0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "units"), [((2, 2), ("",)), ((2, 2), ("layers.0.mixed", "")), ((4,), ()), ((4,), ("layers.0.mixed", ""))]
+)
+def test_experts_without_a_unit_of_their_own_are_refused(shape: tuple[int, ...], units: tuple[str, ...]) -> None:
+    """Their gradients would be several times those of one process."""
+    plan = ModulePlan(Mesh(shape), {"layers.*.mixed": ExpertParallel()}, units)
+    with pytest.raises(PlanError, match=r"layers\.[01]\.mixed has ExpertParallel"):
+        price_module(Layers(8, 16, 6), plan, SLOW, (torch.ones(8, 3, 8),), forward=mean_square)
+
+
+def test_experts_whose_tokens_are_replicated_do_not_shard_the_batch() -> None:
+    for replicated in (Replicate(), [Replicate()]):
+        style = ExpertParallel(input_layouts=replicated, output_layouts=replicated)
+        assert ModulePlan(Mesh((2, 2)), {"layers.*.mixed": style}, ("",)).data_ranks == 2

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise._layout import REPLICATE, Mesh, Placement, Shard, chunk
+from shardwise._layout import Mesh, Placement, Shard, chunk
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError
 from shardwise.parallel import ExpertParallel, parallelize_module
 from shardwise.parallel.experts import stacked_experts
+from shardwise.parallel.styles import ModuleContext
 from shardwise.plan.module_choices import Choice
 from shardwise.plan.module_costs import ModuleCosts
 from shardwise.plan.module_text import Entry
@@ -51,11 +52,30 @@ def expert_sizes(module: nn.Module, data_ranks: int) -> list[int]:
     return [n for n in range(min([data_ranks, *counts]), 1, -1) if data_ranks % n == 0] if counts else []
 
 
-def expert_units(styles: Mapping[str, Entry], units: Sequence[str]) -> list[str]:
-    """The units whose experts are sharded along the last axis of the mesh, which then shards the batch, too."""
-    keys = [key for key, x in styles.items() if isinstance(x, ExpertParallel) and x.input_layouts != REPLICATE]
-    matched = module_sharding.resolve(keys, units, "module")[0]
+def expert_keys(styles: Mapping[str, Entry], mesh: Mesh) -> list[str]:
+    """The entries whose experts are sharded along the last axis of the mesh, which then shards the batch, too."""
+    along = ModuleContext("", Mesh((1,), names=mesh.names and mesh.names[-1:]), 0)
+    return [key for key, style in styles.items() if isinstance(style, ExpertParallel) and style.shards_batch(along)]
+
+
+def expert_units(styles: Mapping[str, Entry], units: Sequence[str], mesh: Mesh) -> list[str]:
+    """The units that these entries match."""
+    matched = module_sharding.resolve(expert_keys(styles, mesh), units, "module")[0]
     return [unit for unit in units if any(unit in found for found in matched.values())]
+
+
+def check_experts(styles: Mapping[str, Entry], units: Sequence[str], mesh: Mesh, module: nn.Module) -> None:
+    """Raise a PlanError unless each layer of experts is a unit: `fully_shard` of a larger one knows no expert axis."""
+    matched = module_sharding.resolve(
+        expert_keys(styles, mesh), [path for path, _ in module.named_modules()], "module"
+    )[0]
+    for layer in [layer for found in matched.values() for layer in found]:
+        if mesh.ndim == 1 or layer not in units:
+            raise PlanError(
+                f"{layer or 'The module'} has ExpertParallel, so ranks along the last axis have different batches, and "
+                f"gradients are reduced over both axes of a mesh. Fix: a mesh of 2 axes, such as "
+                f"{(1, mesh.size()) if mesh.ndim == 1 else mesh.shape}, and the layer among `units`, before its parent."
+            )
 
 
 class LayerCost(NamedTuple):

@@ -18,7 +18,15 @@ from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_m
 from shardwise.parallel import ExpertParallel, fully_shard, parallelize_module
 from shardwise.plan.comparisons import Figure, PlanChange, PlanCheck, check_of, other_costs, run_steps
 from shardwise.plan.fit import fits_text
-from shardwise.plan.module_experts import EXPERT_AXES, ExpertCosts, expert_layers, expert_sizes, expert_units
+from shardwise.plan.module_experts import (
+    EXPERT_AXES,
+    ExpertCosts,
+    check_experts,
+    expert_keys,
+    expert_layers,
+    expert_sizes,
+    expert_units,
+)
 from shardwise.plan.module_search import (
     Forward,
     Found,
@@ -99,6 +107,7 @@ class ModulePlan(Report):
         parts = dict(module.named_modules())
         if problems := module_sharding.resolve(self.units, list(parts), "module")[1]:
             raise PlanError(f"units: {problems[0]}")
+        check_experts(self.styles, self.units, self.mesh, module)
         if self.styles:
             parallelize_module(module, last, dict(self.styles), src_data_rank=src_data_rank)
         experts, everyone = self._experts, Mesh((self.mesh.size(),), self.mesh.ranks, None, self.mesh.device_type)
@@ -110,12 +119,14 @@ class ModulePlan(Report):
     @property
     def data_ranks(self) -> int:
         """The number of parts of the batch."""
-        return self.mesh.size() if self._experts else self.mesh.shape[0] if self.mesh.ndim > 1 else 1
+        if expert_keys(self.styles, self.mesh):
+            return self.mesh.size()
+        return self.mesh.shape[0] if self.mesh.ndim > 1 else 1
 
     @property
     def _experts(self) -> list[str]:
         """The units of experts that are sharded along the last axis, which then is a data axis, too."""
-        return expert_units(self.styles, self.units)
+        return expert_units(self.styles, self.units, self.mesh)
 
     def _axes(self) -> tuple[Mesh, Mesh | None]:
         """The meshes of the last axis and of the first one through this rank."""
