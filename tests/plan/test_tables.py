@@ -365,6 +365,7 @@ LARGE: list[EmbeddingConfig] = [
         ({}, 65 << 20, "80.5 MiB", "data_type bfloat16 for users"),
         ({}, 20 << 20, "80.5 MiB", "5 hosts of 4 ranks"),
         ({"allowed": ["table"]}, 100 << 20, "257 MiB", "ranks with "),
+        ({"pinned": {"users": OnRanks(0)}}, 100 << 20, "257 MiB", "no pinned tables"),
     ],
 )
 def test_what_does_not_fit_names_tables_and_a_change_that_fits(options: Any, memory: int, needs: str, fix: str) -> None:
@@ -390,6 +391,11 @@ WRONG: dict[str, tuple[type[Exception], Callable[[], object], str]] = {
     "pinned": (PlanError, lambda: plan(TABLES, pinned={"t9": Shard(0)}), "pinned has 't9', which is not a table. "),
     "counts": (PlanError, lambda: plan(TABLES, counts={"x": torch.ones(3)}), "counts has 'x', which is not a table. "),
     "groups": (PlanError, lambda: plan(TABLES, groups=[["t0", "u"]]), "groups has 'u', which is not a table. "),
+    "pinned apart": (
+        PlanError,
+        lambda: plan(TABLES, groups=[["t0", "t1"]], pinned={"t0": OnRanks(1)}),
+        "The tables of a group (t0, t1) are not pinned to one placement. Fix: ",
+    ),
     "two groups": (PlanError, lambda: plan(TABLES, groups=[["t0", "t1"], ["t1"]]), "a table is in two groups. Fix: "),
     "allowed": (PlanError, lambda: plan(TABLES, allowed={"u": ["row"]}), "allowed has 'u', which is not a table. "),
     "sharding": (ArgumentError, lambda: plan(TABLES, allowed=["rows"]), "allowed must be "),

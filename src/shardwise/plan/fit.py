@@ -86,7 +86,9 @@ def _changes(request: Request, total: Floats, fullest: Floats) -> Iterator[tuple
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
         yield f"data_type bfloat16 for {named}{more}", replace(request, tables=tables)
     per_host = request.topology.ranks_per_host
-    if not request.pinned:
+    if request.pinned:
+        yield "no pinned tables", replace(request, pinned={})
+    else:
         first = max(request.topology.hosts + 1, ceil(float(total.sum()) / (per_host * request.memory)))
         for hosts in sorted({first, first + 1, 2 * first}):
             larger = replace(request.topology, hosts=hosts)

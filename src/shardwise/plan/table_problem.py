@@ -158,8 +158,14 @@ def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int
             continue
         by_label = [{division.label: division for division in found} for found in of_tables]
         common = [label for label in by_label[0] if all(label in others for others in by_label)]
+        of_group = ", ".join(names[table] for table in tables)
+        given = [request.pinned.get(names[table]) for table in tables]
+        if given.count(given[0]) < len(given):
+            raise PlanError(
+                f"The tables of a group ({of_group}) are not pinned to one placement. Fix: pin all of them to it, or "
+                f"none."
+            )
         if not common:
-            of_group = ", ".join(names[table] for table in tables)
             raise PlanError(
                 f"The tables of a group ({of_group}) have no sharding in common. Fix: tables of equal columns, or "
                 f"allow 'table'."
