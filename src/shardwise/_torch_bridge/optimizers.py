@@ -142,12 +142,8 @@ class _Filled(NamedTuple):
     @classmethod
     def by(cls, given: tuple[object, ...], returned: object, lists: Sequence[list[Tensor]], of: _Settled) -> Self:
         """How these lists were filled."""
-        names = tuple(
-            [
-                next((name for name, column in of.states.items() if values and values[0] is column[0]), None)
-                for values in lists[2:]
-            ]
-        )
+        found = [[name for name, x in of.states.items() if own and own[0] is x[0]] for own in lists[2:]]
+        names = tuple([own[0] if own else None for own in found])
         columns = [of.params, of.grads, *([] if name is None else of.states[name] for name in names)]
         as_listed = all(list(map(id, a)) == list(map(id, b)) for a, b in zip(lists, columns, strict=True))
         return cls(given, returned, names if as_listed and {*map(type, of.params)} == {DTensor} else None)
@@ -188,10 +184,8 @@ class _View(Optimizer):
         settled, self._settled = self._settled, None
         if settled is None or not settled.params:
             return torchs._init_group(group, *lists)
-        given, filled = (
-            ([_kind(x) for name, x in group.items() if name != "params"], list(map(id, settled.params))),
-            _filled.setdefault(self._of, {}),
-        )
+        options = [_kind(x) for name, x in group.items() if name != "params"]
+        given, filled = (options, list(map(id, settled.params))), _filled.setdefault(self._of, {})
         last = filled.get(self._number)
         if last is None or last.given != given or last.names is None:
             returned = torchs._init_group(group, *lists)
@@ -230,8 +224,8 @@ def _settled(optimizer: Optimizer, group: dict[str, Any]) -> _Settled | None:
         if partial or of_grads != layouts or any(map(_IS_SPARSE, grads)):
             return None
         states = [state or {} for state in map(optimizer.state.get, params)]
-        names = {*map(tuple, states)}
-        if len(names) > 1 or (names == {()} and not stateless):
+        names = {*map(frozenset, {*map(tuple, states)})}
+        if len(names) > 1 or (names and not any(names) and not stateless):
             return None
         columns = {name: list(map(itemgetter(name), states)) for name in chain(*names)}
         return _Settled(params, grads, columns) if all(_agree(x, layouts) for x in columns.values()) else None

@@ -128,7 +128,7 @@ PATCHES = (
         "Gathers the matrix, in bfloat16, and computes with the full one on every rank.",
         gathering_once,
         f"{_OPS_ONLY}.",
-        "a step of Muon gathers 16 matrices for each that is sharded",
+        "a step of Muon sends 15 to 20 times as much",
     ),
     Patch(
         "nn.modules.module.Module._load_from_state_dict",
