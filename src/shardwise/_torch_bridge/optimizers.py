@@ -160,24 +160,6 @@ class _View(Optimizer):
     _number: int  # of the group that the step computes with
     _settled: _Settled | None  # what has gradients in it, until the lists of the step are filled
 
-    @property
-    def param_groups(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups. While a step computes with one whose layouts agree, its DTensors are local tensors.
-
-        Hooks and the closure of the user's run before a step asks for its groups.
-        """
-        for number, group in enumerate(vars(self)["param_groups"]):
-            settled = None if hooks.dispatches_each_op(group["params"]) else _settled(self, group)
-            if settled is None:
-                yield group
-                continue
-            view_copies = before_changes("an optimizer's step", group["params"]) if LIVING else ()
-            with DisableTorchFunctionSubclass():
-                self._number, self._settled = number, settled
-                yield group
-            if view_copies:
-                invalidate(view_copies)
-
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> object:
         """Fill the lists of a step as torch did before, which reads each gradient three times."""
         torchs: Any = super()
@@ -196,6 +178,24 @@ class _View(Optimizer):
         for values, name in zip(lists[2:], last.names, strict=True):
             values.extend([] if name is None else settled.states[name])
         return last.returned
+
+
+def _groups(view: _View) -> Iterator[dict[str, Any]]:
+    """The parameter groups. While a step computes with one whose layouts agree, its DTensors are local tensors.
+
+    Hooks and the closure of the user's run before a step asks for its groups.
+    """
+    for number, group in enumerate(vars(view)["param_groups"]):
+        settled = None if hooks.dispatches_each_op(group["params"]) else _settled(view, group)
+        if settled is None:
+            yield group
+            continue
+        view_copies = before_changes("an optimizer's step", group["params"]) if LIVING else ()
+        with DisableTorchFunctionSubclass():
+            view._number, view._settled = number, settled
+            yield group
+        if view_copies:
+            invalidate(view_copies)
 
 
 def _kind(option: object) -> object:
@@ -258,7 +258,7 @@ def _agree(states: Sequence[object], layouts: Sequence[Layout | None]) -> bool:
 
 # Of optimizers whose new values of an element depend on nothing but that element's gradient and state.
 _VIEWS: dict[type[Optimizer], type[_View]] = {
-    cls: type(cls.__name__, (_View, cls), {"__slots__": ()})
+    cls: type(cls.__name__, (_View, cls), {"__slots__": (), "param_groups": property(_groups)})
     for name in "SGD Adam AdamW Adagrad RMSprop Adadelta Adamax NAdam RAdam Rprop ASGD".split()
     for cls in [getattr(optim, name)]
 }
