@@ -182,12 +182,21 @@ def _owners(
     spans = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(output.boxes, ranks))
     held = [box for box in owners if box.numel]
     columns = [(box.offsets[1], box.offsets[1] + box.sizes[1]) for box in held]
-    if any(max(a, first) >= min(b, last) for a, b in spans for first, last in columns):
+    if not all_overlap(spans, columns):
         return owners, spans, Pooling.NONE
     if held and all(box.sizes[0] == table.shape[0] for box in held):
         return owners, spans, Pooling.FULL
     explicit = any(isinstance(placement, Boxes) for placement in table.placements)
     return owners, spans, Pooling.NONE if explicit else Pooling.PARTIAL
+
+
+def all_overlap(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether each of `spans` has elements in common with each of `others`. There are many of both on many ranks."""
+    if not (spans and others):
+        return True
+    (starts, ends), (firsts, lasts) = zip(*spans, strict=True), zip(*others, strict=True)
+    full = all(start < end for start, end in (*spans, *others))
+    return full and max(starts) < min(lasts) and max(firsts) < min(ends)
 
 
 def message_dtype(requests: Sequence[Request]) -> torch.dtype:
