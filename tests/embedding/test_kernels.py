@@ -18,7 +18,7 @@ from shardwise.embedding.batch import Batch, make_batch
 from shardwise.embedding.exchange.requests import IdRequest, make_batch_index, request_bags
 from shardwise.embedding.exchange.routes import make_routes
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
-from shardwise.embedding.kernels.compiled import CompiledKernels
+from shardwise.embedding.kernels.compiled import MANY, CompiledKernels
 from shardwise.embedding.kernels.plain import LEVELS, MOST_AT_ONCE, _long_bags
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan, Table, make_plan
@@ -82,6 +82,19 @@ def test_rows_of_any_number_of_bits_are_sorted_with_their_bags_in_order(kernels:
     assert torch.equal(found.rows, rows.unique())
     for row, (start, end) in zip(found.rows, pairwise(found.starts.tolist()), strict=True):
         assert torch.equal(found.bags[start:end].long(), (rows == row).nonzero()[:, 0] // 2)
+
+
+@pytest.mark.parametrize("largest", [0, (1 << 23) + 5, (1 << 31) - 1])
+def test_many_rows_are_sorted_with_their_bags_in_order(largest: int) -> None:
+    generator = torch.Generator().manual_seed(largest)
+    rows = largest - torch.randint(min(largest, 5000) + 1, (MANY + 1,), generator=generator)
+    lengths = torch.randint(3, (MANY,), generator=generator)
+    offsets = F.pad(lengths.cumsum(0).clamp(max=len(rows)), (1, 0))
+    offsets[-1] = len(rows)
+    found = CompiledKernels().by_row(rows.int(), offsets.int(), None)
+    ordered, order = rows.sort(stable=True)
+    assert torch.equal(found.rows.repeat_interleave(found.starts.diff()), ordered)
+    assert torch.equal(found.bags.long(), torch.repeat_interleave(offsets.diff())[order])
 
 
 @each_kernel
