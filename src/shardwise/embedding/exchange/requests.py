@@ -148,7 +148,7 @@ def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
         first_unit=first_unit,
         first_interval=torch.searchsorted(routes.feature_of, feature_of_bag),
         interval_size=None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
-        of_all_runs=result_index(routes.plan.unit, num_units, targets, replies, *_elements(routes, runs)),
+        of_all_runs=result_index(routes.plan.unit, num_units, targets, replies, *_elements(routes, runs), routes.own),
         for_kernels=_for_kernels(routes, bags, cell_bounds, cell_shift),
     )
 
@@ -269,6 +269,7 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
         offsets=None if bool((per_output == 1).all()) else per_output.cumsum(0) - per_output,
         received=from_owners,
         sent=to_owners,
+        own=routes.own,
     )
     segments = routes.bounds(counts)
     return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)

@@ -43,6 +43,7 @@ class Routes:
         column, widths: the columns that the owner of each request holds: the first, and how many, in units.
         replies: whether the owner of each request returns rows; other replicas only need gradients. None: all do.
         segments: the last request of each owner and stack.
+        own: the position of the rank among the owners.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class Routes:
     widths: Tensor
     replies: Tensor | None
     segments: Tensor
+    own: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,6 +127,7 @@ def make_routes(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -
         widths=put(width // plan.unit),
         replies=None if replies.all() else put(replies).bool(),
         segments=put(np.searchsorted(owner * len(plan.keys) + stack, np.arange(num_segments), side="right")),
+        own=plan.ranks.index(rank),
     )
 
 

@@ -267,7 +267,7 @@ class CompiledKernels(Kernels):
 
     name = "numba"
 
-    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
+    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> ByRow:
         if rows.dtype != torch.int32 or scale is not None or len(rows) > LARGEST_INT32:
             return super().by_row(rows, offsets, scale)
         sort = sort_few if len(rows) <= MANY else sort_many
@@ -278,14 +278,12 @@ class CompiledKernels(Kernels):
         rows, of_runs, counts = map(torch.from_numpy, make_runs(values.numpy(), lengths.numpy(), *index))
         return rows, of_runs, counts, None
 
-    def update(
-        self, optimizer: object, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None
-    ) -> bool:
+    def update(self, optimizer: object, stack: Stack, by_row: ByRow, gradient: Tensor) -> bool:
         formula = FORMULAS.get(plain_kind(optimizer))
         if formula is None or stack.weight.dtype != torch.float32:
             return False
         options = [getattr(optimizer, name) for name in ("lr", "eps") if hasattr(optimizer, name)]
         arrays = [stack.weight.numpy(), *(state.numpy() for state in stack.states.values())]
-        for distinct, sums in self.sums_by_row(rows, offsets, gradient, scale):
+        for distinct, sums in self.sums_by_row(by_row, gradient):
             formula(distinct.numpy(), sums.numpy(), *arrays, *options)
         return True
