@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.embedding.kernels import Kernels, Stack
+from shardwise.embedding.kernels import ByRow, Kernels, Stack
 from shardwise.embedding.kernels.compiled import CompiledKernels
 
 DTYPES = [torch.int32, torch.int64]
@@ -23,6 +23,9 @@ class Lookup:
     offsets: Tensor
     gradient: Tensor
     scale: Tensor | None
+
+    def by_row(self, kernels: Kernels) -> ByRow:
+        return kernels.by_row(self.rows, self.offsets, self.scale)
 
     def dense(self, num_rows: int) -> Tensor:
         """The gradient of the table."""

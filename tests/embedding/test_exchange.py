@@ -46,8 +46,8 @@ class Setup:
         self.fails = False
 
     def update(self, gradients: Gradients) -> None:
-        for stack, (requests, grad) in zip(self.stacks, gradients, strict=True):
-            stack.weight -= dense_gradient(stack, requests, grad)
+        for stack, of_runs in zip(self.stacks, gradients, strict=True):
+            stack.weight -= dense_gradient(stack, of_runs)
 
     def sums(self, ids: Sequence[Sequence[int]]) -> Tensor:
         """The sums of bags of ids."""

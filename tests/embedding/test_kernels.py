@@ -18,7 +18,7 @@ from shardwise.embedding.batch import Batch, make_batch
 from shardwise.embedding.exchange.requests import IdRequest, make_batch_index, request_bags
 from shardwise.embedding.exchange.routes import make_routes
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
-from shardwise.embedding.kernels.compiled import CompiledKernels
+from shardwise.embedding.kernels.compiled import MANY, CompiledKernels
 from shardwise.embedding.kernels.plain import LEVELS, MOST_AT_ONCE, _long_bags
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan, Table, make_plan
@@ -33,7 +33,7 @@ each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: ke
 @given(found=lookups())
 def test_sums_by_row_are_those_of_a_dense_gradient(kernels: Kernels, found: Lookup) -> None:
     summed, seen = torch.zeros(7, found.gradient.shape[1]), []
-    for rows, sums in kernels.sums_by_row(found.rows, found.offsets, found.gradient, found.scale):
+    for rows, sums in kernels.sums_by_row(found.by_row(kernels), found.gradient):
         summed[rows] = sums
         seen += rows.tolist()
     assert seen == sorted(set(found.rows.tolist()))
@@ -65,7 +65,7 @@ def test_many_rows_are_summed_in_chunks(kernels: Kernels, count: int, dtype: tor
         torch.randint(-4, 5, (count, columns), generator=generator),
     )
     want = torch.zeros(5 * chunk // 2, columns).index_add_(0, rows.long(), gradient.float())
-    chunks = list(kernels.sums_by_row(rows, offsets, gradient.float()))
+    chunks = list(kernels.sums_by_row(kernels.by_row(rows, offsets), gradient.float()))
     assert len(chunks) == 3
     assert torch.equal(torch.cat([r for r, _ in chunks]), rows.long().unique())
     assert torch.equal(torch.cat([s for _, s in chunks]), want[rows.long().unique()])
@@ -84,10 +84,25 @@ def test_rows_of_any_number_of_bits_are_sorted_with_their_bags_in_order(kernels:
         assert torch.equal(found.bags[start:end].long(), (rows == row).nonzero()[:, 0] // 2)
 
 
+@pytest.mark.parametrize("largest", [0, (1 << 23) + 5, (1 << 31) - 1])
+def test_many_rows_are_sorted_with_their_bags_in_order(largest: int) -> None:
+    generator = torch.Generator().manual_seed(largest)
+    rows = largest - torch.randint(min(largest, 5000) + 1, (MANY + 1,), generator=generator)
+    lengths = torch.randint(3, (MANY,), generator=generator)
+    offsets = F.pad(lengths.cumsum(0).clamp(max=len(rows)), (1, 0))
+    offsets[-1] = len(rows)
+    found = CompiledKernels().by_row(rows.int(), offsets.int(), None)
+    ordered, order = rows.sort(stable=True)
+    assert torch.equal(found.rows.repeat_interleave(found.starts.diff()), ordered)
+    assert torch.equal(found.bags.long(), torch.repeat_interleave(offsets.diff())[order])
+
+
 @each_kernel
 def test_rows_beyond_int32_are_summed(kernels: Kernels) -> None:
     rows = torch.tensor([1 << 40, 3, 1 << 40])
-    ((distinct, sums),) = kernels.sums_by_row(rows, torch.tensor([0, 1, 3]), torch.tensor([[1.0], [2.0]]))
+    ((distinct, sums),) = kernels.sums_by_row(
+        kernels.by_row(rows, torch.tensor([0, 1, 3])), torch.tensor([[1.0], [2.0]])
+    )
     assert (distinct.tolist(), sums.tolist()) == ([3, 1 << 40], [[2.0], [3.0]])
 
 
@@ -151,29 +166,24 @@ def test_updates_are_those_of_the_formula(kernels: Kernels, batches: list[Lookup
     stacks = [stack_of(weight.clone(), optimizer.new_states(weight), each) for each in (KERNELS[0], kernels)]
     for batch in batches:
         gradient = batch.gradient[:, :columns].contiguous()
-        assert kernels.update(
-            optimizer, stack_of(weight.clone(), optimizer.new_states(weight)), *lookup(batch, gradient)
-        )
+        another = stack_of(weight.clone(), optimizer.new_states(weight))
+        assert kernels.update(optimizer, another, batch.by_row(kernels), gradient)
         for stack in stacks:
-            optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, 1)
+            optimizer(stack, batch.by_row(stack.kernels), gradient, 1)
     assert_close(stacks[1].weight, stacks[0].weight, rtol=1e-6, atol=1e-6)
     for name, state in stacks[0].states.items():
         assert_close(stacks[1].states[name], state, rtol=1e-6, atol=1e-6)
 
 
-def lookup(batch: Lookup, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    return batch.rows, batch.offsets, gradient, batch.scale
-
-
 @pytest.mark.parametrize("kernels", KERNELS[1:], ids=lambda kernels: kernels.name)
 def test_what_kernels_do_not_know_is_left_to_the_formula(kernels: Kernels) -> None:
-    weight, rows, offsets = torch.ones(4, 3), torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3])
+    weight, by_row = torch.ones(4, 3), kernels.by_row(torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3]))
     for optimizer, dtype in ((SGD(0.5, max_gradient=0.1), torch.float32), (SGD(0.5), torch.bfloat16)):
         stack = stack_of(weight.to(dtype), kernels=kernels)
-        assert not kernels.update(optimizer, stack, rows, offsets, torch.ones(2, 3), None)
+        assert not kernels.update(optimizer, stack, by_row, torch.ones(2, 3))
         assert torch.equal(stack.weight, weight.to(dtype))
     stack = stack_of(weight.clone(), kernels=kernels)
-    replace(SGD(0.5), max_gradient=0.125)(stack, rows, offsets, torch.ones(2, 3), None, 1)
+    replace(SGD(0.5), max_gradient=0.125)(stack, by_row, torch.ones(2, 3), 1)
     assert stack.weight[:, 0].tolist() == [1.0, 0.9375, 1.0, 0.9375]
 
 
@@ -185,7 +195,7 @@ def test_another_optimizer_of_the_same_name_keeps_its_formula(kernels: Kernels) 
             return torch.full_like(gradient, 7.0)
 
     stack = stack_of(torch.zeros(3, 2), kernels=kernels)
-    SGD(lr=0.5)(stack, torch.tensor([1]), torch.tensor([0, 1]), torch.ones(1, 2), None, 1)
+    SGD(lr=0.5)(stack, kernels.by_row(torch.tensor([1]), torch.tensor([0, 1])), torch.ones(1, 2), 1)
     assert stack.weight[:, 0].tolist() == [0.0, 7.0, 0.0]
 
 

@@ -64,7 +64,7 @@ def test_steps_are_those_of_the_formulas(batches: list[Lookup], optimizer: RowOp
     stack, plain = stack_of(weight.clone(), optimizer.new_states(weight)), one_table(weight, optimizer)
     for step, batch in enumerate(batches, 1):
         gradient = batch.gradient[:, :columns].contiguous()
-        optimizer(stack, batch.rows, batch.offsets, gradient, batch.scale, step)
+        optimizer(stack, batch.by_row(stack.kernels), gradient, step)
         plain.weight.grad = batch.dense(7)[:, :columns]
         plain.update(sorted(set(batch.rows.tolist())))
     assert_close(stack.weight.double(), plain.weight.data, rtol=1e-5, atol=1e-5)
@@ -94,7 +94,7 @@ def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], 
         offsets = torch.cat([batch.offsets, batch.offsets.new_tensor([len(rows)])])
         scale = None if batch.scale is None else torch.cat([batch.scale, torch.ones(7)])
         gradient = torch.cat([batch.gradient[:, :columns], torch.full((1, columns), 3.0)])
-        optimizer(stack, rows, offsets, gradient, scale, step)
+        optimizer(stack, stack.kernels.by_row(rows, offsets, scale), gradient, step)
         plain.grad = batch.dense(7)[:, :columns] + 3
         if optimizer.max_gradient is not None:
             torch.nn.utils.clip_grad_value_([plain], optimizer.max_gradient)
@@ -104,7 +104,8 @@ def test_steps_that_look_up_every_row_are_those_of_torch(batches: list[Lookup], 
 
 def test_trust_ratios_of_rows_and_gradients_of_zeros_are_one() -> None:
     stack = stack_of(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), Lamb(0.5).new_states(torch.zeros(2, 2)))
-    Lamb(0.5)(stack, torch.tensor([0, 1]), torch.arange(3), torch.tensor([[1.0, -2.0], [0.0, 0.0]]), None, 1)
+    by_row = stack.kernels.by_row(torch.tensor([0, 1]), torch.arange(3))
+    Lamb(0.5)(stack, by_row, torch.tensor([[1.0, -2.0], [0.0, 0.0]]), 1)
     assert_close(stack.weight, torch.tensor([[-0.5, 0.5], [3.0, 4.0]]))
 
 
@@ -113,7 +114,7 @@ def test_short_floats_are_updated_in_float32(dtype: torch.dtype) -> None:
     weight = torch.linspace(-1, 1, 12).view(4, 3).to(dtype)
     stack = stack_of(weight.clone())
     rows, offsets, gradient = torch.tensor([1, 3, 1]), torch.tensor([0, 2, 3]), torch.ones(2, 3) / 3
-    SGD(0.1)(stack, rows, offsets, gradient, None, 1)
+    SGD(0.1)(stack, stack.kernels.by_row(rows, offsets), gradient, 1)
     dense = torch.tensor([0.0, 2.0, 0.0, 1.0])[:, None] / 3
     assert torch.equal(stack.weight, (weight.float() - 0.1 * dense).to(dtype))
 
@@ -126,11 +127,10 @@ def test_stochastic_rounding_keeps_the_mean(dtype: torch.dtype, sign: int) -> No
     ulp = torch.finfo(dtype).eps
     optimizer = SGD(0.3 * ulp, stochastic_rounding=True)  # to the nearest, nothing would ever change
     stack, replica = stack_of(weight.clone()), stack_of(weight.clone())
-    ids = torch.arange(rows)
+    ids, offsets = torch.arange(rows), torch.arange(rows + 1)
     for step in range(1, steps + 1):
-        for one in stack, replica:
-            order = ids if one is stack else ids.flip(0)
-            optimizer(one, order, torch.arange(rows + 1), -sign * torch.ones(rows, columns), None, step)
+        for one, order in ((stack, ids), (replica, ids.flip(0))):
+            optimizer(one, one.kernels.by_row(order, offsets), -sign * torch.ones(rows, columns), step)
     assert torch.equal(stack.weight, replica.weight)
     moved = (stack.weight.double() - weight.double()) * sign / ulp
     expected, spread = 0.3 * steps, (0.3 * 0.7 * steps / (rows * columns)) ** 0.5
@@ -138,7 +138,7 @@ def test_stochastic_rounding_keeps_the_mean(dtype: torch.dtype, sign: int) -> No
     assert moved.std() == pytest.approx((0.3 * 0.7 * steps) ** 0.5, rel=0.1)  # steps are independent
     assert moved.mean(0).std() < 3 * (0.3 * 0.7 * steps / rows) ** 0.5  # and columns
     plain = stack_of(weight.clone())
-    SGD(0.3 * ulp)(plain, ids, torch.arange(rows + 1), -sign * torch.ones(rows, columns), None, 1)
+    SGD(0.3 * ulp)(plain, plain.kernels.by_row(ids, offsets), -sign * torch.ones(rows, columns), 1)
     assert torch.equal(plain.weight, weight)
 
 

@@ -36,7 +36,7 @@ def measure_speeds(device_type: str) -> dict[str, float]:
         return kernels.pool(weight, ids, offsets, None, lambda n: sums.view(-1)[:n])
 
     def update() -> None:
-        optimizer(stack, ids, singles, gradient, None, 1)
+        optimizer(stack, kernels.by_row(ids, singles), gradient, 1)
 
     of_singles, of_bags = _seconds(lambda: pool(singles), device_type), _seconds(lambda: pool(bags), device_type)
     of_sums = (of_singles - of_bags) * BAG / (BAG - 1)  # the others are those of reading rows

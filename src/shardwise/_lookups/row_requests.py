@@ -43,15 +43,19 @@ class RowRequests:
         """Those of some of the ranks, given by position."""
         if len(ranks) == len(self.runs):
             return self
-        rows, lengths = self.rows.split(self.ids), self.lengths.split(self.runs)
-        weights = None if self.weights is None else self.weights.split(self.ids)
         return RowRequests(
-            torch.cat([self.rows[:0], *(rows[r] for r in ranks)]),
-            torch.cat([self.lengths[:0], *(lengths[r] for r in ranks)]),
-            None if weights is None else torch.cat([weights[0][:0], *(weights[r] for r in ranks)]),
+            _parts(self.rows, self.ids, ranks),
+            _parts(self.lengths, self.runs, ranks),
+            None if self.weights is None else _parts(self.weights, self.ids, ranks),
             tuple(self.runs[r] for r in ranks),
             tuple(self.ids[r] for r in ranks),
         )
+
+
+def _parts(x: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Tensor:
+    """What belongs to some ranks, one after the other; a view for one rank."""
+    parts = x.split(list(counts))
+    return parts[ranks[0]] if len(ranks) == 1 else torch.cat([x[:0], *(parts[rank] for rank in ranks)])
 
 
 def join_requests(several: Sequence[RowRequests]) -> RowRequests:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise._layout import checked_init
-from shardwise.embedding.kernels import Stack
+from shardwise.embedding.kernels import ByRow, Stack
 from shardwise.errors import ConfigError
 
 SMALLEST = torch.finfo(torch.float32).tiny  # a divisor that is not 0
@@ -63,20 +63,18 @@ class RowOptimizer:
         shapes = dict.fromkeys(self.of_elements, weight.shape) | dict.fromkeys(self.of_rows, (weight.shape[0], 1))
         return {name: torch.zeros(shape, device=weight.device) for name, shape in shapes.items()}
 
-    def __call__(
-        self, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None, step: int
-    ) -> None:
+    def __call__(self, stack: Stack, by_row: ByRow, gradient: Tensor, step: int) -> None:
         """Update the rows of bags in place.
 
         Args:
+            by_row: the ids of the bags, of `Kernels.by_row`.
             gradient: of the sums of the bags.
-            rows, offsets, scale: as in `Kernels.pool`.
             step: 1 in the first step.
         """
-        if stack.kernels.update(self, stack, rows, offsets, gradient, scale):
+        if stack.kernels.update(self, stack, by_row, gradient):
             return
         seed = step if self.stochastic_rounding else None
-        for distinct, sums in stack.kernels.sums_by_row(rows, offsets, gradient, scale):
+        for distinct, sums in stack.kernels.sums_by_row(by_row, gradient):
             self._clip(sums)
             now = stack.weight.index_select(0, distinct).to(sums.dtype) if self._reads_rows else None
             if now is not None and not self.decoupled_weight_decay:

@@ -33,7 +33,7 @@ from shardwise.embedding.collections import (
 )
 from shardwise.embedding.configs import resized
 from shardwise.embedding.exchange.engine import Engine, Gradients, MessageDtypes, Results
-from shardwise.embedding.exchange.owner import dense_gradient, new_stack, rows_of
+from shardwise.embedding.exchange.owner import RunGradients, dense_gradient, new_stack, rows_of
 from shardwise.embedding.exchange.requests import (
     IdRequest,
     needs_gradients,
@@ -348,15 +348,15 @@ class _Sharded(Collection):
         if self._collected is not None:  # part of another such block
             yield
             return
-        self._collected = []
+        self._collected, self._engine.collects = [], True
         try:
             yield
             collected = self._collected
         finally:
-            self._collected = None
+            self._collected, self._engine.collects = None, False
         if collected:
             self._step([
-                (join_requests([requests for requests, _ in of_stack]), torch.cat([grad for _, grad in of_stack]))
+                RunGradients(join_requests([one.runs for one in of_stack]), torch.cat([one.values for one in of_stack]))
                 for of_stack in zip(*collected, strict=True)
             ])  # fmt: skip
 
@@ -364,19 +364,19 @@ class _Sharded(Collection):
         """Update the rows that were looked up."""
         assert self.fused_optimizer is not None
         if self._collected is not None:
-            self._collected.append([(requests, grad.clone()) for requests, grad in gradients])  # of a buffer
+            self._collected.append([RunGradients(one.runs, one.values.clone()) for one in gradients])  # of a buffer
             return
         optimizers = self.fused_optimizer.begin_step()
         for group, (one, _) in enumerate(optimizers):
             expect_equal_options(type(one), vars(one), group, self._plan.ranks)
-        for stack, (requests, grad) in zip(self._engine.stacks, gradients, strict=True):
+        for stack, of_runs in zip(self._engine.stacks, gradients, strict=True):
             optimizer, step = optimizers[stack.group]
-            optimizer(stack, requests.rows, requests.offsets, grad, requests.weights, step)
+            optimizer(stack, of_runs.by_row(stack.kernels), of_runs.values, step)
 
     def _add_to_grad(self, gradients: Gradients) -> None:
         """Add to the gradients of the parameters that are trained."""
         stacks = self._engine.stacks
-        dense = [dense_gradient(stack, *of_stack) for stack, of_stack in zip(stacks, gradients, strict=True)]
+        dense = [dense_gradient(stack, one) for stack, one in zip(stacks, gradients, strict=True)]
         for table, parameter in enumerate(self._engine.parameters):
             if not parameter.requires_grad:
                 continue

@@ -15,7 +15,7 @@ from shardwise._redistribute.transfers import Exchange
 from shardwise._rules.row_exchange import IdMessage, IdReply, id_message
 from shardwise._trace.autograd_function import Context, TensorFunction
 from shardwise._trace.comm_trace import Cause
-from shardwise.embedding.exchange.owner import by_rank, by_stack
+from shardwise.embedding.exchange.owner import RunGradients, by_rank, by_stack
 from shardwise.embedding.exchange.requests import IdRequest, PoolingChoice, make_batch_index
 from shardwise.embedding.exchange.results import ResultIndex
 from shardwise.embedding.exchange.routes import Routes, make_routes
@@ -23,7 +23,7 @@ from shardwise.embedding.kernels import Stack
 from shardwise.embedding.plan import Plan
 from shardwise.errors import ConfigError, MismatchError, PlanError, RuleError
 
-Gradients = list[tuple[RowRequests, Tensor]]  # for each stack, runs and the gradients of their sums
+Gradients = list[RunGradients]  # of each stack
 
 SENT = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
@@ -75,11 +75,12 @@ class Engine:
 
     Args:
         name: of the collection, for the communication trace.
-        update: called in backward, with the runs and gradients of each stack.
+        update: called in backward, with the gradients of each stack.
         parameters: those that `update` gives gradients; none, if it trains the stacks.
 
     Attributes:
         pooling: whether this rank requests bags or rows.
+        collects: whether `update` keeps gradients for later.
         batch_index: the index of a batch, of the bags of each feature.
     """
 
@@ -95,6 +96,7 @@ class Engine:
     ) -> None:
         self.name, self.plan, self.stacks, self.update = name, plan, list(stacks), update
         self.dtypes, self.weighted, self.parameters = dtypes, weighted, tuple(parameters)
+        self.collects = False
         self.pooling = PoolingChoice(dtypes.forward.itemsize)
         self.rank = collectives.rank()
         self._cols = [key.cols for key in plan.keys]
@@ -186,26 +188,44 @@ class Engine:
         """Message 2: the sums that this rank requested, in its output."""
         for stack, of_stack in zip(self.stacks, requests, strict=True):
             stack.renorm(of_stack.rows)
-        replies = [of_stack.only(ranks) for of_stack, ranks in zip(requests, self._answered, strict=True)]
-        made = self._lend(torch.float32)
+        own, made = index.own, self._lend(torch.float32)
+        others = [[rank for rank in answered if rank != own] for answered in self._answered]
         sums = [
-            stack.kernels.pool(stack.weight, reply.rows, reply.offsets, reply.weights, made.empty)
-            for stack, reply in zip(self.stacks, replies, strict=True)
+            _pool(stack, of_stack.only(ranks), made.empty)
+            for stack, of_stack, ranks in zip(self.stacks, requests, others, strict=True)
         ]
         runs = []
-        for of_stack, answered in zip(requests, self._answered, strict=True):
+        for of_stack, ranks in zip(requests, others, strict=True):
             of_ranks = [0] * len(of_stack.runs)
-            for i in answered:
+            for i in ranks:
                 of_ranks[i] = of_stack.runs[i]
             runs.append(of_ranks)
         message = by_rank(sums, runs, made.empty).to(self.dtypes.forward)
         lent = self._lend(message.dtype)
-        exchange = self._exchange("results")
-        received = exchange.start(message, self._sizes(runs), index.received, lent.empty)()
-        output = index.combine(received.float())
+        found = lent.empty(sum(index.received))
+        counts = [n if i != own else 0 for i, n in enumerate(index.received)]
+        arriving = sum(counts)
+        wait = self._exchange("results").start(message, self._sizes(runs), counts, lambda n: found[:n])
+        self._pool_own(requests, own, found[arriving:])  # while the message is on its way
+        received = wait()
+        if arriving and received.data_ptr() != found.data_ptr():  # not every transport takes memory
+            found = torch.cat([received, found[arriving:]])
+        output = index.combine(found.float())
         made.give_back()
         lent.give_back()
         return output
+
+    def _pool_own(self, requests: Sequence[RowRequests], own: int, out: Tensor) -> None:
+        """The sums that this rank requested of itself, in the memory `out`, in its dtype."""
+        made = self._lend(torch.float32)
+        parts = out.split([of_stack.runs[own] * cols for of_stack, cols in zip(requests, self._cols, strict=True)])
+        for stack, of_stack, part in zip(self.stacks, requests, parts, strict=True):
+            sums = _pool(
+                stack, of_stack.only([own]), partial(_same, part) if out.dtype == torch.float32 else made.empty
+            )
+            if sums.data_ptr() != part.data_ptr():
+                part.copy_(sums.view(-1))
+        made.give_back()
 
     def update_rows(self, index: ResultIndex, requests: Sequence[RowRequests], grad: Tensor) -> None:
         """Message 3, and the update of the rows: the gradients of the sums of all runs, of that of the output."""
@@ -213,9 +233,14 @@ class Engine:
         message = index.spread(grad, lent.empty).to(self.dtypes.backward)
         arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
         exchange = self._exchange("gradients", backward=True)
-        message = exchange.start(message, index.sent, self._sizes(runs), arriving.empty)().float()
-        per_stack = zip(self.stacks, requests, by_stack(message, runs, self._cols), strict=True)
-        self.update([_without_frozen(*of_stack) for of_stack in per_stack])
+        wait = exchange.start(message, index.sent, self._sizes(runs), arriving.empty)
+        known = [  # while the message is on its way
+            None if self.collects or stack.frozen is not None else RunGradients(of_stack, grad).by_row(stack.kernels)
+            for stack, of_stack in zip(self.stacks, requests, strict=True)
+        ]
+        values = by_stack(wait().float(), runs, self._cols)
+        per_stack = map(RunGradients, requests, values, known)
+        self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
         lent.give_back()
 
     def _exchange(self, what: str, backward: bool = False) -> Exchange:
@@ -234,13 +259,23 @@ class Engine:
         return self._buffers.lend(dtype, self.trigger.device)
 
 
-def _without_frozen(stack: Stack, requests: RowRequests, grad: Tensor) -> tuple[RowRequests, Tensor]:
-    """Runs and gradients without those of rows that are not trained. Then each run has one row."""
+def _pool(stack: Stack, requests: RowRequests, empty: Callable[[int], Tensor]) -> Tensor:
+    """The sums of runs."""
+    return stack.kernels.pool(stack.weight, requests.rows, requests.offsets, requests.weights, empty)
+
+
+def _same(memory: Tensor, _: int) -> Tensor:
+    return memory
+
+
+def _without_frozen(stack: Stack, of_runs: RunGradients) -> RunGradients:
+    """Gradients without those of rows that are not trained. Then each run has one row."""
     if stack.frozen is None:
-        return requests, grad
-    keep = ~torch.isin(requests.rows, stack.frozen)
-    rows = requests.rows[keep]
-    return RowRequests(rows, torch.ones_like(rows), None, (rows.numel(),), (rows.numel(),)), grad[keep]
+        return of_runs
+    keep = ~torch.isin(of_runs.runs.rows, stack.frozen)
+    rows = of_runs.runs.rows[keep]
+    kept = RowRequests(rows, torch.ones_like(rows), None, (rows.numel(),), (rows.numel(),))
+    return RunGradients(kept, of_runs.values[keep])
 
 
 class Results(TensorFunction):

@@ -1,16 +1,36 @@
 """Messages 2 and 3 on the owner: its stacks, the sums of runs of their rows, and the gradients of these sums."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise._lookups.row_requests import RowRequests
-from shardwise.embedding.kernels import Kernels, Stack
+from shardwise.embedding.kernels import ByRow, Kernels, Stack
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
 
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
+
+
+@dataclass(frozen=True)
+class RunGradients:
+    """The gradients of the sums of all runs of a stack.
+
+    Attributes:
+        runs: of all ranks.
+        values: [runs, columns].
+        known: the ids of `runs` by row, if they were sorted before.
+    """
+
+    runs: RowRequests
+    values: Tensor
+    known: ByRow | None = None
+
+    def by_row(self, kernels: Kernels) -> ByRow:
+        """The ids of the runs by row."""
+        return self.known or kernels.by_row(self.runs.rows, self.runs.offsets, self.runs.weights)
 
 
 def new_stack(
@@ -55,9 +75,9 @@ def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]
     return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
 
 
-def dense_gradient(stack: Stack, requests: RowRequests, grad: Tensor) -> Tensor:
+def dense_gradient(stack: Stack, of_runs: RunGradients) -> Tensor:
     """The gradient of a stack, of those of its runs."""
-    dense = torch.zeros_like(stack.weight, dtype=grad.dtype)
-    for rows, sums in stack.kernels.sums_by_row(requests.rows, requests.offsets, grad, requests.weights):
+    dense = torch.zeros_like(stack.weight, dtype=of_runs.values.dtype)
+    for rows, sums in stack.kernels.sums_by_row(of_runs.by_row(stack.kernels), of_runs.values):
         dense[rows] = sums
     return dense.to(stack.weight.dtype)

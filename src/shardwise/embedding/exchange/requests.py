@@ -121,7 +121,9 @@ class BatchIndex:
         return AllRuns(
             cell_of_run=None if routes.in_order else _ranges(self.cell_bounds[routes.at], runs),
             run_of_unit=run_of_unit,
-            results=result_index(routes.plan.unit, self.num_units, targets, replies, *_elements(routes, runs)),
+            results=result_index(
+                routes.plan.unit, self.num_units, targets, replies, *_elements(routes, runs), routes.own
+            ),
         )
 
     def is_sparse(self, batch: Batch) -> bool:
@@ -256,6 +258,7 @@ def _request_occupied(index: BatchIndex, batch: Batch) -> IdRequest:
             _ranges(targets, widths),
             None if routes.replies is None else torch.repeat_interleave(routes.replies[request], widths),
             *_elements(routes, runs),
+            routes.own,
         ),
     )
 
@@ -330,6 +333,7 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
         offsets=None if bool((per_output == 1).all()) else per_output.cumsum(0) - per_output,
         received=from_owners,
         sent=to_owners,
+        own=routes.own,
     )
     segments = routes.bounds(counts)
     return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)

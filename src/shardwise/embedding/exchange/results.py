@@ -6,6 +6,7 @@ column-wise, row-wise and mixed blocks of any width are one gather, or one gathe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ class ResultIndex:
         offsets: where those of each unit of the output start in `sources`; None if it has exactly one.
         received: elements of message 2 from each owner.
         sent: elements of message 3 to each owner.
+        own: the position of this rank among the owners.
     """
 
     unit: int
@@ -37,6 +39,7 @@ class ResultIndex:
     offsets: Tensor | None
     received: tuple[int, ...]
     sent: tuple[int, ...]
+    own: int
 
     def only(self, sent: Tensor) -> "ResultIndex":
         """The index if only some of the units are `sent`, each of which is added to one unit of the output."""
@@ -53,6 +56,7 @@ class ResultIndex:
             ends[:-1] if self.offsets is None else ends[self.offsets],
             self._elements(received, self.received),
             self._elements(sent, self.sent),
+            self.own,
         )
 
     def _elements(self, chosen: Tensor, all_elements: tuple[int, ...]) -> tuple[int, ...]:
@@ -61,9 +65,17 @@ class ResultIndex:
         counts: list[int] = F.pad(chosen.cumsum(0), (1, 0))[units].diff().tolist()
         return tuple(n * self.unit for n in counts)
 
+    @cached_property
+    def _arrived(self) -> Tensor:
+        """`sources`, if what this rank has for itself comes last."""
+        before, until, total = (sum(self.received[:n]) // self.unit for n in (self.own, self.own + 1, None))
+        if until == total:
+            return self.sources
+        return torch.where(self.sources < before, self.sources, (self.sources - until) % (total - before) + before)
+
     def combine(self, message: Tensor) -> Tensor:
-        """The output, flat, of message 2."""
-        return _sums(message.view(-1, self.unit), self.sources, self.offsets).view(-1)
+        """The output, flat, of message 2: of other ranks in their order, and at the end of this one."""
+        return _sums(message.view(-1, self.unit), self._arrived, self.offsets).view(-1)
 
     def spread(self, grad: Tensor, empty: Callable[[int], Tensor]) -> Tensor:
         """Message 3, of the gradient of the output, in memory that `empty` makes."""
@@ -99,11 +111,17 @@ def unit_targets(counts: Tensor, widths: Tensor, first: Tensor, strides: Tensor)
 
 
 def result_index(
-    unit: int, num_units: int, targets: Tensor, replies: Tensor | None, received: Sequence[int], sent: Sequence[int]
+    unit: int,
+    num_units: int,
+    targets: Tensor,
+    replies: Tensor | None,
+    received: Sequence[int],
+    sent: Sequence[int],
+    own: int,
 ) -> ResultIndex:
     """The index of units with `targets`, of which only those that are `replies` are in message 2 (None: all)."""
     replied = targets if replies is None else targets[replies]
     counts = torch.bincount(replied, minlength=num_units)
     sources = replied.argsort(stable=True)
     offsets = None if bool((counts == 1).all()) else counts.cumsum(0) - counts
-    return ResultIndex(unit, num_units, targets, None, replies, sources, offsets, tuple(received), tuple(sent))
+    return ResultIndex(unit, num_units, targets, None, replies, sources, offsets, tuple(received), tuple(sent), own)

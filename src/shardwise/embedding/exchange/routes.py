@@ -44,6 +44,7 @@ class Routes:
         most_requests: of each feature, the most requests that share an interval.
         replies: whether the owner of each request returns rows; other replicas only need gradients. None: all do.
         segments: the last request of each owner and stack.
+        own: the position of the rank among the owners.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Routes:
     most_requests: Tensor
     replies: Tensor | None
     segments: Tensor
+    own: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +132,7 @@ def make_routes(plan: Plan, rank: int, device: torch.device, kernels: Kernels) -
         ),
         replies=None if replies.all() else put(replies).bool(),
         segments=put(np.searchsorted(owner * len(plan.keys) + stack, np.arange(num_segments), side="right")),
+        own=plan.ranks.index(rank),
     )
 
 

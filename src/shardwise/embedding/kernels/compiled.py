@@ -28,6 +28,8 @@ LINE_BYTES = 64  # of a cache line
 MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
 BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
 MASK = (1 << BITS) - 1
+MANY = 1 << 18  # ids that are sorted by high bits first, as they exceed the caches
+FEW_BITS = 9  # sorted by last of so many
 
 Array = NDArray[Any]
 Loop = Callable[..., Any]
@@ -72,8 +74,8 @@ def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types
 
 
 @compiled
-def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
-    """Distinct rows, where the bags of each start, and the bags: a stable radix sort by row.
+def sort_few(rows: Array, offsets: Array) -> Array:
+    """Integers of row and bag in order: a stable radix sort by row.
 
     Row and bag are one integer, so that each pass writes to as few pages as there are values.
     """
@@ -99,7 +101,52 @@ def sort_by_row(rows: Array, offsets: Array) -> tuple[Array, Array, Array]:
             to[place[value]] = key
             place[value] += 1
         keys, to = to, keys
-    count, last = 0, np.int64(-1)
+    return keys
+
+
+@compiled
+def sort_many(rows: Array, offsets: Array) -> Array:
+    """The same as `sort_few`, by the high bits of rows first.
+
+    The ids of a table follow each other, and differ little in these: the first pass writes to few places, and then the
+    ids with the same high bits stay in the cache.
+    """
+    n, size, largest = len(rows), 1 << FEW_BITS, np.int32(0)
+    for i in range(n):
+        largest = max(largest, rows[i])
+    first = np.zeros((largest >> FEW_BITS) + 2, np.int32)
+    for i in range(n):
+        first[(rows[i] >> FEW_BITS) + 1] += 1
+    for high in range(len(first) - 1):
+        first[high + 1] += first[high]
+    place, grouped, keys = first.copy(), np.empty(n, np.int64), np.empty(n, np.int64)
+    for bag in range(len(offsets) - 1):
+        for i in range(offsets[bag], offsets[bag + 1]):
+            high = rows[i] >> FEW_BITS
+            grouped[place[high]] = (np.int64(rows[i]) << 32) | bag
+            place[high] += 1
+    ends = np.empty(size, np.int32)
+    for high in range(len(first) - 1):
+        begin, end = first[high], first[high + 1]
+        if begin == end:
+            continue
+        ends[:] = 0
+        for i in range(begin, end):
+            ends[(grouped[i] >> 32) & (size - 1)] += 1
+        total = begin
+        for value in range(size):
+            total, ends[value] = total + ends[value], total
+        for i in range(begin, end):
+            value = (grouped[i] >> 32) & (size - 1)
+            keys[ends[value]] = grouped[i]
+            ends[value] += 1
+    return keys
+
+
+@compiled
+def distinct_rows(keys: Array) -> tuple[Array, Array, Array]:
+    """Distinct rows, where the bags of each start, and the bags, of sorted integers of row and bag."""
+    n, count, last = len(keys), 0, np.int64(-1)
     distinct, starts, bags = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
     for i in range(n):
         key = keys[i]
@@ -220,24 +267,23 @@ class CompiledKernels(Kernels):
 
     name = "numba"
 
-    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
+    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> ByRow:
         if rows.dtype != torch.int32 or scale is not None or len(rows) > LARGEST_INT32:
             return super().by_row(rows, offsets, scale)
-        distinct, starts, bags = map(torch.from_numpy, sort_by_row(rows.numpy(), offsets.numpy()))
+        sort = sort_few if len(rows) <= MANY else sort_many
+        distinct, starts, bags = map(torch.from_numpy, distinct_rows(sort(rows.numpy(), offsets.numpy())))
         return ByRow(distinct, starts, bags, None)
 
     def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs:
         rows, of_runs, counts = map(torch.from_numpy, make_runs(values.numpy(), lengths.numpy(), *index))
         return rows, of_runs, counts, None
 
-    def update(
-        self, optimizer: object, stack: Stack, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None
-    ) -> bool:
+    def update(self, optimizer: object, stack: Stack, by_row: ByRow, gradient: Tensor) -> bool:
         formula = FORMULAS.get(plain_kind(optimizer))
         if formula is None or stack.weight.dtype != torch.float32:
             return False
         options = [getattr(optimizer, name) for name in ("lr", "eps") if hasattr(optimizer, name)]
         arrays = [stack.weight.numpy(), *(state.numpy() for state in stack.states.values())]
-        for distinct, sums in self.sums_by_row(rows, offsets, gradient, scale):
+        for distinct, sums in self.sums_by_row(by_row, gradient):
             formula(distinct.numpy(), sums.numpy(), *arrays, *options)
         return True

@@ -2,7 +2,7 @@
 
     weight [100, 4], rows (7, 9, 7), offsets (0, 2, 3): two bags, (7, 9) and (7)
     pool(weight, rows, offsets)            [2, 4]: weight[7] + weight[9], weight[7]
-    sums_by_row(rows, offsets, gradient)   rows (7, 9), [2, 4]: gradient[0] + gradient[1], gradient[0]
+    sums_by_row(by_row(rows, offsets), gradient)   rows (7, 9), [2, 4]: gradient[0] + gradient[1], gradient[0]
 
 A gradient is summed by sorting the rows, and `torch.embedding_bag` of the gradients, whose indices are the bags of each
 row: several times as fast as `index_add_`.
@@ -108,23 +108,21 @@ class Kernels:
             sums[begin : begin + chunk] = _bags(weight, rows[low:high], ends - low, of_ids) if high > low else 0
         return sums
 
-    def sums_by_row(
-        self, rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def sums_by_row(self, by_row: ByRow, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Distinct rows, in order, and the sum of the gradients of each; on CPUs a chunk at a time.
 
         The gradients of a row are added in the order of bags, so the sums have the same bits on all replicas.
 
         Args:
+            by_row: the ids of the bags.
             gradient: of the sums of bags, [bags, columns], float32.
-            rows, offsets, scale: as in `pool`.
 
         Yields:
             int64 [rows], float32 [rows, columns], which the caller may overwrite.
         """
-        if not rows.numel():
+        distinct, starts, bags, scale = by_row
+        if not len(distinct):
             return
-        distinct, starts, bags, scale = self.by_row(rows, offsets, scale)
         if gradient.device.type != "cpu":
             yield distinct, _long_bags(gradient, bags, starts, scale)
             return
@@ -135,22 +133,20 @@ class Kernels:
             of_ids = None if scale is None else scale[low:high]
             yield distinct[begin : begin + chunk], _bags(gradient, bags[low:high], ends - low, of_ids)
 
-    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None) -> ByRow:
-        """The ids of bags in the order of their rows; at least one."""
+    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> ByRow:
+        """The ids of bags in the order of their rows; arguments as in `pool`."""
         ordered, bags, scale = _sorted(rows, offsets, scale)
         first = torch.ones(len(ordered) + 1, dtype=torch.bool, device=rows.device)
         torch.ne(ordered[1:], ordered[:-1], out=first[1:-1])
         starts = first.nonzero().squeeze(1)
         return ByRow(ordered.index_select(0, starts[:-1]).long(), starts.to(bags.dtype), bags, scale)
 
-    def update(
-        self, optimizer: object, stack: "Stack", rows: Tensor, offsets: Tensor, gradient: Tensor, scale: Tensor | None
-    ) -> bool:
+    def update(self, optimizer: object, stack: "Stack", by_row: ByRow, gradient: Tensor) -> bool:
         """Update the rows of bags at once, as `optimizer` would; False: these kernels cannot, and nothing changed.
 
         Args:
+            by_row: the ids of the bags.
             gradient: of the sums of the bags.
-            rows, offsets, scale: as in `pool`.
         """
         return False
 
