@@ -14,7 +14,7 @@ MOST_FRAMES = {
     "redistribute": 27,
     "x[2:5]": 13,
     "backward of a gathered leaf": 57,
-    "AdamW step": 94,
+    "AdamW step": 111,
 }
 
 

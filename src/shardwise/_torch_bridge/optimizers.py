@@ -276,7 +276,8 @@ def gathering_once(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def orthogonalized(update: Tensor, *args: object, **kwargs: object) -> Tensor:
         if type(update) is not DTensor:
             return original(update, *args, **kwargs)
-        halves: Any = update.bfloat16()
+        halves = update.bfloat16()
+        assert isinstance(halves, DTensor)
         full = to_layout(halves, update._layout.replicated(), _UPDATE)
         out = original(full, *args, **kwargs)
         if update.dtype == full.dtype:
