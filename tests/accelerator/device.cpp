@@ -1,5 +1,5 @@
 // A device "fake" for tests where there is no GPU: its memory is host memory, and its ops are those of CPUs.
-// As on a GPU, an op refuses to combine a tensor of the device with one of the CPU that has a dim.
+// As on a GPU, an op refuses to combine a tensor of the device with one of the CPU that has a dim. `watch` shows each op.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 
 namespace {
@@ -35,6 +36,14 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(FAKE, &allocator);
+
+using Seen = void (*)(const char* op, bool waits, bool runs);
+Seen seen = nullptr;
+
+// An op of the host: whether a GPU would let it wait for the device, and whether it starts a kernel or a copy.
+void report(const char* op, bool waits, bool runs) {
+  if (seen != nullptr) seen(op, waits, runs);
+}
 
 // Everything has happened when a call returns, so that streams and events have nothing to do.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -173,6 +182,29 @@ bool takes_both(const std::string& name) {
   return false;
 }
 
+// Whether the host of a GPU would wait in an op: for a size or number that only the device has, or for an argument.
+bool waits(const std::string& name, const c10::ArrayRef<c10::IValue> arguments, bool mixed) {
+  static const std::set<std::string> always = {
+      "aten::_local_scalar_dense", "aten::equal",  "aten::nonzero",  "aten::masked_select", "aten::bincount",
+      "aten::unique_consecutive",  "aten::_unique", "aten::_unique2", "aten::unique_dim",
+  };
+  if (mixed || always.count(name) != 0) return true;
+  if (name == "aten::repeat_interleave") return arguments.back().isNone();  // the size of its result
+  if (name != "aten::index" && name.rfind("aten::_index_put", 0) != 0) return false;
+  for (const std::optional<at::Tensor> index : arguments[1].toOptionalTensorList()) {
+    if (index.has_value() && index->defined() && (index->dtype() == at::kBool || index->dtype() == at::kByte)) return true;
+  }
+  return false;
+}
+
+// Whether an op does more than to make a view, or memory.
+bool runs(const c10::OperatorHandle& op, const std::string& name) {
+  for (const auto& result : op.schema().returns()) {
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) return false;
+  }
+  return name.rfind("aten::empty", 0) != 0 && name != "aten::set_" && name != "aten::resize_" && name != "aten::_reshape_alias";
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Aliases aliases;
   bool made_here = false;
@@ -188,6 +220,10 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   TORCH_CHECK(!aliases.mixed() || takes_both(name), name, ": expected all tensors to be on one device, got fake and cpu");
+  if (aliases.any() || made_here) {
+    const c10::ArrayRef<c10::IValue> arguments(stack->data() + first, stack->size() - first);
+    report(name.c_str(), waits(name, arguments, aliases.mixed()), runs(op, name));
+  }
   const at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(stack);
   aliases.write_back();
@@ -198,7 +234,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const bool to_device = to.device().type() == FAKE, both = to_device && from.device().type() == FAKE;
+  report(to_device ? "copy" : "copy to the CPU", !both && !non_blocking, true);
   Aliases aliases;
   aliases.on_cpu(to).copy_(aliases.on_cpu(from));
   return to;
@@ -225,3 +263,6 @@ const bool registered = [] {
 }();
 
 }  // namespace
+
+// Have `shown` called at each op on the device and at each copy; null: nothing.
+extern "C" void watch(Seen shown) { seen = shown; }

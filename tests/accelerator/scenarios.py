@@ -41,12 +41,14 @@ from shardwise.embedding import (
 )
 from shardwise.errors import MismatchError
 from shardwise.parallel import ColwiseParallel, CPUOffloadPolicy, RowwiseParallel, fully_shard, parallelize_module
+from tests.accelerator.steps import check_steps
 
 DEVICE = os.environ.get("SHARDWISE_TEST_DEVICE", "fake")  # see device.cpp
 # Of torch's table of NCCL's dtypes.
 MOVED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
 ADDED = {torch.int8, torch.uint8, torch.int32, torch.int64}
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+LOADED: list[Path] = []  # the library of the device
 SEEDS: list[int] = []  # that the generator of the device was given
 
 
@@ -134,6 +136,7 @@ def register(library: Path) -> None:
     """Make the device and the backend known to torch, in this process."""
     rename_privateuse1_backend(DEVICE)
     torch.ops.load_library(library)
+    LOADED.append(library)
     module = SimpleNamespace(
         is_initialized=lambda: True,
         is_available=lambda: True,
@@ -316,6 +319,11 @@ def collections_are_trained() -> None:
         assert changed.tolist() == [0, 3, 10]
         with pytest.raises(IndexError, match="id 11 at position 1 of sample 0 of rank 0"):
             module(KeyedJaggedTensor(["f", "g"], torch.tensor([0, 11]), lengths=torch.tensor([2, 0])).to(DEVICE))
+
+
+def steps_wait_where_they_may() -> None:
+    if DEVICE == "fake" and rank() < 2:
+        check_steps(LOADED[0], DEVICE)
 
 
 def a_model_is_trained() -> None:

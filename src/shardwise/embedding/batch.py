@@ -40,7 +40,7 @@ class Batch:
     @cached_property
     def bag(self) -> Tensor:
         """The bag of each id, numbered over all features."""
-        return torch.repeat_interleave(self.lengths)
+        return torch.repeat_interleave(self.lengths, output_size=self.values.numel())
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -231,11 +231,11 @@ class IdRules:
         """Which ids are not in their table; None: all are. Cheap where all are in the smallest one."""
         if not batch.values.numel():
             return None
-        low, high = torch.aminmax(batch.values)
-        if int(low) >= 0 and (int(high) < min(self._rows) or self._below_rows(batch)):
+        low, high = torch.stack(torch.aminmax(batch.values)).tolist()
+        if low >= 0 and (high < min(self._rows) or self._below_rows(batch)):
             return None
         bad = batch.values >= _of_ids(self._rows, batch)
-        if int(low) < 0:
+        if low < 0:
             bad |= batch.values < 0
         return bad if bool(bad.any()) else None
 
@@ -266,5 +266,4 @@ def code(number: int) -> Verdict:
 
 def _of_ids(of_features: Sequence[int], batch: Batch) -> Tensor:
     """The number, or truth, of the feature of each id."""
-    numbers, bags = (torch.tensor(values, device=batch.bag.device) for values in (of_features, batch.bags))
-    return torch.repeat_interleave(numbers, bags)[batch.bag]
+    return torch.tensor(np.repeat(of_features, batch.bags), device=batch.bag.device)[batch.bag]

@@ -22,7 +22,7 @@ from shardwise._lookups.ids import distinct_ids
 from shardwise._lookups.pooling import owners_pool
 from shardwise._lookups.row_requests import as_integers
 from shardwise.embedding.batch import Batch
-from shardwise.embedding.exchange.results import ResultIndex, result_index, unit_targets
+from shardwise.embedding.exchange.results import ResultIndex, counts_of, result_index, unit_targets
 from shardwise.embedding.exchange.routes import Routes
 from shardwise.embedding.kernels import RunIndex, Runs
 
@@ -116,14 +116,14 @@ class BatchIndex:
         """Made when a batch needs it: there are tables × ranks × bags of them."""
         routes, runs = self.routes, self.runs_of_request
         first = F.pad(self.first_unit, (0, 1))[torch.searchsorted(self.feature_of_bag, routes.feature)]
-        run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, self.stride[routes.feature])
+        elements, stride = _elements(routes, runs, self.runs), self.stride[routes.feature]
+        num_sent = sum(elements[1]) // routes.plan.unit
+        run_of_unit, targets = unit_targets(runs, routes.widths, first + routes.column, stride, num_sent)
         replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, runs * routes.widths)
         return AllRuns(
-            cell_of_run=None if routes.in_order else _ranges(self.cell_bounds[routes.at], runs),
+            cell_of_run=None if routes.in_order else _ranges(self.cell_bounds[routes.at], runs, self.runs[-1]),
             run_of_unit=run_of_unit,
-            results=result_index(
-                routes.plan.unit, self.num_units, targets, replies, *_elements(routes, runs), routes.own
-            ),
+            results=result_index(routes.plan.unit, self.num_units, targets, replies, *elements, routes.own),
         )
 
     def is_sparse(self, batch: Batch) -> bool:
@@ -172,7 +172,7 @@ def make_batch_index(routes: Routes, bags: tuple[int, ...]) -> BatchIndex:
         ends=torch.tensor(segments, device=device),
         num_units=int((sizes * dims).sum()),
         bag_of_unit=bag_of_unit,
-        first_unit=unit_targets(sizes, torch.ones_like(sizes), offsets, stride)[1],
+        first_unit=unit_targets(sizes, torch.ones_like(sizes), offsets, stride, sum(bags))[1],
         stride=stride,
         first_interval=torch.searchsorted(routes.feature_of, feature_of_bag),
         interval_size=None if sizes_of is None else torch.from_numpy(sizes_of).to(device)[feature_of_bag],
@@ -199,17 +199,22 @@ def _for_kernels(routes: Routes, bags: Sequence[int], cell_bounds: Tensor, cell_
     )
 
 
-def _elements(routes: Routes, runs: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The elements of message 2 from each owner and of message 3 to each owner, for `runs` of each request."""
-    units = runs * routes.widths * routes.plan.unit
-    return tuple(routes.by_owner(units if routes.replies is None else units * routes.replies)), tuple(
-        routes.by_owner(units)
-    )
+def _elements(routes: Routes, runs: Tensor, bounds: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements of message 2 from each owner and of message 3 to each owner.
+
+    Args:
+        runs: of each request.
+        bounds: `routes.bounds(runs)`.
+    """
+    cols = np.array([key.cols for key in routes.plan.keys])
+    sent = tuple((np.diff(bounds).reshape(-1, len(cols)) @ cols).tolist())
+    if routes.replies is None:
+        return sent, sent
+    return tuple(routes.by_owner(runs * routes.widths * routes.plan.unit * routes.replies)), sent
 
 
-def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """`start, start + 1, …`, `count` of them, one range after the other."""
-    total = int(counts.sum())
+def _ranges(starts: Tensor, counts: Tensor, total: int) -> Tensor:
+    """`start, start + 1, …`, `count` of them, one range after the other, `total` in all."""
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts, output_size=total)
     return shift + torch.arange(total, device=starts.device)
 
@@ -223,10 +228,11 @@ def request_bags(index: BatchIndex, batch: Batch) -> IdRequest:
         found = routes.kernels.runs(index.for_kernels, batch.values, batch.lengths)
     rows, lengths, counts, weights = found or _runs(index, batch)
     results, occupied = index.all_runs.results, lengths > 0
-    if int(occupied.sum()) < MOST_RUNS * lengths.numel():
+    *ids, num_occupied = torch.cat([routes.ends(counts), occupied.sum().view(1)]).tolist()
+    if num_occupied < MOST_RUNS * lengths.numel():
         lengths, segments = lengths[occupied], F.pad(occupied.cumsum(0), (1, 0))[index.ends].tolist()
         results = results.only(occupied[index.all_runs.run_of_unit])
-    return IdRequest(lengths, rows, weights, segments, routes.bounds(counts), results)
+    return IdRequest(lengths, rows, weights, segments, [0, *ids], results)
 
 
 def _request_occupied(index: BatchIndex, batch: Batch) -> IdRequest:
@@ -242,7 +248,9 @@ def _request_occupied(index: BatchIndex, batch: Batch) -> IdRequest:
     bounds = torch.searchsorted(cells, index.cell_bounds)  # the first of these cells of each position
     first, runs = bounds[routes.at], bounds.diff()[routes.at]
     ids = id_ends[bounds].diff()[routes.at]
-    picked, cell = order[_ranges(id_ends[first], ids)], _ranges(first, runs)
+    run_bounds, id_bounds = ([0, *ends] for ends in torch.stack([routes.ends(runs), routes.ends(ids)]).tolist())
+    received, sent = _elements(routes, runs, run_bounds)
+    picked, cell = order[_ranges(id_ends[first], ids, id_bounds[-1])], _ranges(first, runs, run_bounds[-1])
     request = torch.repeat_interleave(runs, output_size=cell.numel())
     targets = index.first_unit[bag[order][id_ends[:-1]]][cell] + routes.column[request]
     widths = routes.widths[request]
@@ -250,14 +258,15 @@ def _request_occupied(index: BatchIndex, batch: Batch) -> IdRequest:
         lengths=lengths.to(routes.dtype)[cell],
         rows=routes.shifted(rows[picked], ids),
         weights=None if batch.weights is None else batch.weights[picked],
-        runs=routes.bounds(runs),
-        ids=routes.bounds(ids),
+        runs=run_bounds,
+        ids=id_bounds,
         results=result_index(
             routes.plan.unit,
             index.num_units,
-            _ranges(targets, widths),
+            _ranges(targets, widths, sum(sent) // routes.plan.unit),
             None if routes.replies is None else torch.repeat_interleave(routes.replies[request], widths),
-            *_elements(routes, runs),
+            received,
+            sent,
             routes.own,
         ),
     )
@@ -268,13 +277,13 @@ def _runs(index: BatchIndex, batch: Batch) -> Runs:
     rows = values + index.base_of_bag.index_select(0, bag)
     if routes.several:
         interval = index.intervals(values, rows, bag)
-        lengths = torch.bincount(index.cell_shift.index_select(0, interval) + bag, minlength=index.num_cells)
+        lengths = counts_of(index.cell_shift.index_select(0, interval) + bag, index.num_cells)
         order = _stable_order(routes.position.index_select(0, interval), len(routes.starts))
         rows, weights = rows.index_select(0, order), None if weights is None else weights.index_select(0, order)
     ends = F.pad(lengths.cumsum(0), (1, 0))[index.cell_bounds]
     counts = ends.diff()[routes.at]
     if index.all_runs.cell_of_run is not None:
-        picked = _ranges(ends[routes.at], counts)
+        picked = _ranges(ends[routes.at], counts, int(counts.sum()))
         rows, weights = rows.index_select(0, picked), None if weights is None else weights.index_select(0, picked)
         lengths = lengths[index.all_runs.cell_of_run]
     return routes.shifted(rows, counts), lengths.to(routes.dtype), counts, weights
@@ -303,39 +312,42 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
     device, found = feature.device, distinct_ids(values + routes.base.index_select(0, feature))  # over all features
     bounds = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
     counts = bounds.diff()[routes.interval]
-    rows = found.values[_ranges(bounds[routes.interval], counts)]
     widths = routes.dims[torch.searchsorted(routes.base, found.values, right=True) - 1]
     row_starts = F.pad(widths.cumsum(0), (1, 0))  # the first unit of each distinct row, as if they were all here
-    starts = row_starts[bounds[routes.interval]] + routes.column
-    _, held = unit_targets(counts, routes.widths, starts, routes.dims[routes.feature])  # by each unit of message 3
+    of_id = routes.dims[feature]
+    *ends, of_rows, of_ids = torch.cat([routes.ends(counts), row_starts[-1:], of_id.sum().view(1)]).tolist()
+    segments = [0, *ends]
+    from_owners, to_owners = _elements(routes, counts, segments)
+    rows = found.values[_ranges(bounds[routes.interval], counts, segments[-1])]
+    starts, stride = row_starts[bounds[routes.interval]] + routes.column, routes.dims[routes.feature]
+    num_sent = sum(to_owners) // routes.plan.unit
+    _, held = unit_targets(counts, routes.widths, starts, stride, num_sent)  # by each unit of message 3
 
-    own = torch.zeros(1, dtype=torch.int64, device=device).expand(feature.numel())
-    ones, of_id = torch.ones_like(feature), routes.dims[feature]
-    _, wanted = unit_targets(ones, of_id, row_starts[found.inverse], own)
-    _, outputs = unit_targets(ones, of_id, first, own)
+    own, ones = torch.zeros(1, dtype=torch.int64, device=device).expand(feature.numel()), torch.ones_like(feature)
+    _, wanted = unit_targets(ones, of_id, row_starts[found.inverse], own, of_ids)
+    _, outputs = unit_targets(ones, of_id, first, own, of_ids)
 
     replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, counts * routes.widths)
     received = held if replies is None else held[replies]
     position = torch.empty_like(received).index_copy_(0, received, torch.arange(received.numel(), device=device))
-    per_output = torch.bincount(outputs, minlength=num_units)
+    per_output = counts_of(outputs, num_units)
     by_output = outputs.argsort(stable=True)
     by_row = found.order if wanted.numel() == feature.numel() else wanted.argsort(stable=True)
-    uses = torch.bincount(wanted, minlength=int(row_starts[-1]))
+    uses = counts_of(wanted, of_rows)
     used = uses[held]
-    from_owners, to_owners = _elements(routes, counts)
+    num_used, once = torch.stack([used.sum(), (per_output == 1).all()]).tolist()
     results = ResultIndex(
         unit=routes.plan.unit,
         num_units=num_units,
-        targets=outputs[by_row][_ranges((uses.cumsum(0) - uses)[held], used)],
+        targets=outputs[by_row][_ranges((uses.cumsum(0) - uses)[held], used, num_used)],
         target_offsets=used.cumsum(0) - used,
         replies=replies,
         sources=position[wanted[by_output]],
-        offsets=None if bool((per_output == 1).all()) else per_output.cumsum(0) - per_output,
+        offsets=None if once else per_output.cumsum(0) - per_output,
         received=from_owners,
         sent=to_owners,
         own=routes.own,
     )
-    segments = routes.bounds(counts)
     return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)
 
 

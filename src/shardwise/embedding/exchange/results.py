@@ -96,13 +96,19 @@ def _sums(units: Tensor, index: Tensor, offsets: Tensor | None) -> Tensor:
     return F.embedding_bag(index, units, offsets, mode="sum")
 
 
-def unit_targets(counts: Tensor, widths: Tensor, first: Tensor, strides: Tensor) -> tuple[Tensor, Tensor]:
-    """Of requests of `counts` runs, each `widths` units wide: the run and the unit of the output of each unit.
+def counts_of(numbers: Tensor, most: int) -> Tensor:
+    """How often each number below `most` is there. Off CPUs `bincount` would wait for the largest."""
+    if numbers.device.type == "cpu":
+        return torch.bincount(numbers, minlength=most)
+    return numbers.new_zeros(most).index_add_(0, numbers, torch.ones_like(numbers))
+
+
+def unit_targets(counts: Tensor, widths: Tensor, first: Tensor, strides: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of requests of `counts` runs, each `widths` units wide, `total` in all: the run and output unit of each unit.
 
     Run i of a request is added to the units of the output from `first + i * strides` on.
     """
     per_request = counts * widths
-    total = int(per_request.sum())
     starts, run_starts = per_request.cumsum(0) - per_request, counts.cumsum(0) - counts
     of = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), per_request, output_size=total)
     inside = torch.arange(total, device=counts.device) - starts[of]
@@ -121,7 +127,7 @@ def result_index(
 ) -> ResultIndex:
     """The index of units with `targets`, of which only those that are `replies` are in message 2 (None: all)."""
     replied = targets if replies is None else targets[replies]
-    counts = torch.bincount(replied, minlength=num_units)
+    counts = counts_of(replied, num_units)
     sources = replied.argsort(stable=True)
     offsets = None if bool((counts == 1).all()) else counts.cumsum(0) - counts
     return ResultIndex(unit, num_units, targets, None, replies, sources, offsets, tuple(received), tuple(sent), own)

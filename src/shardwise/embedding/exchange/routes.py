@@ -83,10 +83,13 @@ class Routes:
         sums = torch.zeros(len(self.plan.ranks), dtype=torch.int64, device=of_requests.device)
         return [int(n) for n in sums.index_add_(0, self.owner, of_requests).tolist()]
 
+    def ends(self, of_requests: Tensor) -> Tensor:
+        """Where the sums over the requests of each segment (owner, stack) end."""
+        return F.pad(of_requests.cumsum(0), (1, 0))[self.segments]
+
     def bounds(self, of_requests: Tensor) -> list[int]:
-        """Where the sums over the requests of each segment (owner, stack) end, starting with 0."""
-        ends: list[int] = F.pad(of_requests.cumsum(0), (1, 0))[self.segments].tolist()
-        return [0, *ends]
+        """The same on the host, starting with 0."""
+        return [0, *self.ends(of_requests).tolist()]
 
     def shifted(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows of the owners' stacks, of rows over all features, `counts` for each request."""
