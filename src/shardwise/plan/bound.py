@@ -199,10 +199,9 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
     of_hosts = loads.reshape(ranks.hosts, ranks.per_host, 1 + phases, width).sum(1)
     for of_rank in loads:
         limit(of_rank[MEMORY] / max(ranks.memory, 1.0), -np.inf, ranks.memory / max(ranks.memory, 1.0))
-    slower = 1.0
     for of_place, seconds in [*((x, ranks.inside) for x in loads), *((x, ranks.between) for x in of_hosts)]:
         for phase in np.flatnonzero(seconds):
-            slower += ASYMMETRY
+            slower = 1 + ASYMMETRY * len(rows)
             limit(of_place[1 + phase] * seconds[phase] * slower / scale - times[phase], -np.inf, 0)
     found = optimize.milp(
         np.append(np.zeros(at_time), np.ones(phases)),
@@ -213,8 +212,7 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
     )
     if found.status == INFEASIBLE:
         return None, np.inf
-    known = float(found.mip_dual_bound or 0.0) if found.status in (0, 1) else 0.0
-    proved = known * scale * (1 - PRECISION) / slower
+    proved = float(found.mip_dual_bound or 0.0) * scale * (1 - PRECISION) / slower if found.status in (0, 1) else 0.0
     if found.x is None:
         return None, proved
     return _read(problem, found.x, variables, equal, first), proved
