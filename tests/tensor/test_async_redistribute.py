@@ -21,10 +21,10 @@ from shardwise.parallel import ColwiseParallel, fully_shard
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 from tests.tensor.test_conversion import FULL, S0, S1, P, R
-from tests.test_nonsense import CALLS, RANKS, saved
+from tests.test_nonsense import CALLS, RANKS, saved, saved_once
 from tests.test_torch_objects import evidence, outcome
 
-__all__ = ["saved"]  # a fixture
+__all__ = ["saved", "saved_once"]  # fixtures
 
 VALUE = torch.arange(12.0).view(4, 3)
 MESH = Mesh((RANKS,))
