@@ -234,7 +234,7 @@ def test_a_folder_without_a_checkpoint_says_what_is_wrong_with_what_there_is(sav
     nothing = tmp_path / "nothing"
     assert refused_by_two(nothing) == (
         f"Loading {nothing} failed:\n  rank 0: there is no complete checkpoint in {nothing}. "
-        f"Fix: name a folder or URL that was saved to; latest() is None before"
+        f"Fix: name a folder or URL to which a checkpoint was saved"
     )
     os.truncate(saved / "rank-0001.safetensors", 100)
     reason = f"{saved}/rank-0001.safetensors: has 100 bytes, the manifest says"

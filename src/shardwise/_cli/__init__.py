@@ -13,14 +13,16 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from shardwise._cli import checkpoint, completion, doctor, plan, show, simulate
-from shardwise._cli.common import Exit, exit_code, installed
+from shardwise._cli.common import Exit, Parser, exit_code, installed
 from shardwise.errors import ShardwiseError, printable
 
 __all__ = ["build_parser", "main"]
 
+IMPORTS = "<frozen importlib._bootstrap>"  # the file of its frames
 COMMANDS = (checkpoint, show, plan, simulate, doctor, completion)
 
 
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
-        with _sigterm_raises():
+        with _handling_signals():
             return int(args.command(args))
     except SystemExit as leaving:  # from argparse, or SIGTERM
         return leaving.code if isinstance(leaving.code, int) else Exit.USAGE
@@ -61,10 +63,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return exit_code(error)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of all sub-commands."""
     about = "Tensors and embedding tables that live on many ranks and behave as one."
-    parser = argparse.ArgumentParser(prog="shardwise", description=about)
+    parser = Parser(prog="shardwise", description=about)
     parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parser.set_defaults(parser=parser)  # what `completion` completes
@@ -78,8 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C does, so that ranks are ended and files are closed."""
+def _handling_signals() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C does, so that ranks are ended and files are closed.
+
+    Ctrl-C during an import ends the process: torch and numpy turn the KeyboardInterrupt into another error, or lose it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -87,8 +92,15 @@ def _sigterm_raises() -> Iterator[None]:
     def stop(*_: object) -> NoReturn:
         raise SystemExit(Exit.TERMINATED)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if any(x.f_code.co_filename == IMPORTS for x, _ in traceback.walk_stack(frame)):
+            os.write(sys.stderr.fileno(), b"Interrupted.\n")
+            os._exit(Exit.INTERRUPTED)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGTERM, stop), signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Shared by the commands: exit codes, files that they read and write, progress, versions of packages."""
 
 import argparse
+import os
 import re
 import sys
 import traceback
@@ -9,13 +10,21 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from importlib import metadata
-from inspect import cleandoc
+from inspect import cleandoc, signature
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from shardwise import errors
-from shardwise.errors import ArgumentError, CheckpointError, ConfigError, LaunchError, RankFailedError, RemoteRankError
+from shardwise.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    RankFailedError,
+    RemoteRankError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -26,6 +35,23 @@ SubParsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name the command, choice or option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += f".{did_you_mean(found[1], re.findall(r'[\w-]+', found[2]))}"
+        elif found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            message += f".{did_you_mean(found[1], self._options())}"
+        super().error(message.rstrip("."))
+
+    def _options(self) -> list[str]:
+        """The options of all commands: only the parser above them refuses an unknown one."""
+        deeper = [x.choices.values() for x in self._actions if isinstance(x, argparse._SubParsersAction)]
+        own = [option for action in self._actions for option in action.option_strings]
+        return own + [option for parsers in deeper for parser in parsers for option in parser._options()]
 
 
 def add_command(subparsers: SubParsers, name: str, text: str, run: Run) -> argparse.ArgumentParser:
@@ -110,8 +136,8 @@ def lines_of(file: str) -> list[str]:
 def check_folder(file: str) -> None:
     """Raise a ConfigError unless a file could be written there, before the work for its content."""
     path = Path(file)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"{file} cannot be written. Fix: name a file in a folder that exists.")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{file} cannot be written. Fix: name a file in a folder that exists and is yours.")
 
 
 def write(file: str, content: str) -> None:
@@ -125,11 +151,12 @@ def write(file: str, content: str) -> None:
     print(f"Wrote {file}.")
 
 
-def import_function(what: str, does: str) -> Callable[..., Any]:
+def import_function(what: str, does: str, num_arguments: int) -> Callable[..., Any]:
     """The function `MODULE:FUNCTION`, from a module that Python finds, or in the current folder.
 
     Args:
         does: what such a function does, for the error: "returns a step".
+        num_arguments: positional ones, with which it can be called.
     """
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -140,8 +167,14 @@ def import_function(what: str, does: str) -> Callable[..., Any]:
             f"{what!r} cannot be imported: {error}. Fix: name a function in a module of this folder or installed."
         ) from error
     if not callable(found):
-        raise ConfigError(f"{what!r} is no function. Fix: name one that {does}.")
+        raise ConfigError(f"{what!r} is not a function. Fix: name one that {does}.")
     function: Callable[..., Any] = found
+    try:
+        signature(function).bind(*[None] * num_arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what!r} has other arguments: {error}. Fix: name a function that {does}.") from error
+    except ValueError:  # a function without a signature, in C
+        pass
     return function
 
 

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from time import perf_counter
 
-from shardwise._cli.common import Exit, SubParsers, add_command, installed
+from shardwise._cli.common import Exit, SubParsers, add_command, check_folder, installed, progress_bar
+from shardwise.errors import ConfigError
 
 ELEMENTS = 1 << 18  # int32 that a rank sends to each rank: 1 MiB
 REPEATS = 5
@@ -21,7 +22,7 @@ def add_parser(subparsers: SubParsers) -> None:
     text = "measure what collectives cost here, and write a file of that"
     parser.add_argument("--calibrate", action="store_true", help=text)
     text = f"of --calibrate (default: {COSTS})"
-    parser.add_argument("--output", type=Path, default=Path(COSTS), metavar="FILE", help=text)
+    parser.add_argument("--output", metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,16 +30,29 @@ def run(args: argparse.Namespace) -> int:
     from shardwise._launch import launch
 
     if args.calibrate:
-        from shardwise._cli.calibration import calibrate
-
-        print(launch(calibrate, args.output.absolute(), nproc=args.nproc, timeout_seconds=120.0))
-        return Exit.OK
+        return _calibrate(args.output or COSTS, args.nproc)
+    if args.output is not None:
+        raise ConfigError("--output is for --calibrate. Fix: add --calibrate, or leave it out.")
     for name, finding in _machine().items():
         print(f"{name:<10} {finding}", flush=True)
     start = perf_counter()
     exchange_seconds = launch(exchange, ELEMENTS, nproc=args.nproc, timeout_seconds=120.0)
     times = f"{exchange_seconds * 1e3:.1f} ms; started and ended in {perf_counter() - start:.1f} s"
     print(f"{'ranks':<10} {args.nproc} exchanged {ELEMENTS * 4 >> 20} MiB each way in {times}")
+    return Exit.OK
+
+
+def _calibrate(output: str, nproc: int) -> int:
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+    from shardwise._cli.calibration import calibrate
+    from shardwise._launch import launch
+
+    check_folder(output)
+    with progress_bar(SpinnerColumn(), TimeElapsedColumn()) as update:
+        update(description=f"measuring collectives of {nproc} ranks")
+        table = launch(calibrate, Path(output).absolute(), nproc=nproc, timeout_seconds=120.0)
+    print(table)
     return Exit.OK
 
 

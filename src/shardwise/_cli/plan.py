@@ -71,7 +71,7 @@ def _positive(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return number
 
 
@@ -139,7 +139,7 @@ def _plan(args: argparse.Namespace, topology: "Topology") -> "TablePlan | Module
         with naming_lines(what):
             return _plan_returned(args, topology)
     raise ConfigError(
-        f"{what!r} is nothing that can be planned. Fix: a .toml or .csv of tables, the config.json of a Hugging Face "
+        f"{what!r} cannot be planned. Fix: a .toml or .csv of tables, the config.json of a Hugging Face "
         f"model, or MODULE:FUNCTION of your own."
     )
 
@@ -151,7 +151,7 @@ def _plan_returned(args: argparse.Namespace, topology: "Topology") -> "TablePlan
     from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
     from shardwise.plan import BatchShape
 
-    found = import_function(args.what, RETURNS)()
+    found = import_function(args.what, f"takes no arguments and {RETURNS}", 0)()
     match found:
         case (tables, BatchShape() as batch):
             _refuse(args, *OF_BATCH)

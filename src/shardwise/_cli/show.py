@@ -64,7 +64,9 @@ def _one(args: argparse.Namespace) -> "Picture":
             raise PlanError(f"--{name} is missing. Fix: add --{name} 4,2, or name a plan that ends with .toml.")
     ranks = () if args.ranks is None else parse_integers(args.ranks, "list of ranks")
     order = None if args.shard_order is None else parse_integers(args.shard_order, "order of axes")
-    layout = Layout(
-        parse_mesh(args.mesh, ranks), parse_placements(args.what), parse_integers(args.shape, "shape"), order
-    )
+    mesh, placements = parse_mesh(args.mesh, ranks), parse_placements(args.what)
+    if isinstance(placements, dict) and mesh.names is None:
+        example = ",".join(f"{name}={size}" for name, size in zip(placements, mesh.shape, strict=False))
+        raise PlanError(f"{args.what!r} names axes, and --mesh {args.mesh} has no names. Fix: --mesh {example}.")
+    layout = Layout(mesh, placements, parse_integers(args.shape, "shape"), order)
     return Picture(layout, args.header or "", None if args.dtype is None else parse_itemsize(args.dtype))

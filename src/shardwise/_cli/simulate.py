@@ -100,12 +100,12 @@ def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
     if shape is None and ":" not in args.what:
         meant = did_you_mean(args.what, SHAPES)
         raise ConfigError(
-            f"{args.what!r} is no shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
+            f"{args.what!r} is not a shape.{meant} Fix: use one of {', '.join(SHAPES)}, or MODULE:FUNCTION of your own."
         )
     if unknown:
         raise ConfigError(f"{args.what} has no options {', '.join(unknown)}. Fix: leave them out.")
     if shape is None:
-        return import_function(args.what, "takes the mesh and returns a step")
+        return import_function(args.what, "takes the mesh and returns a function of one step", 1)
     options = shapes.Options(**given)
     options.check(mesh, shape.axes)
     return lambda mesh: shape.build(options, mesh)

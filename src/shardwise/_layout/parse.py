@@ -79,12 +79,12 @@ def parse_placements(text: object) -> list[Placement] | dict[str, Placement]:
                 return [_placement(element) for element in elements]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, LayoutError) as error:
         why = error.msg if isinstance(error, SyntaxError) else without_fix(error)
-        raise PlanError(f"{text!r} is no placement: {why}. Fix: {HELP}.") from error
+        raise PlanError(f"{text!r} is not a placement: {why}. Fix: {HELP}.") from error
     raise _refusal(text)
 
 
 def _refusal(text: object) -> PlanError:
-    return PlanError(f"{text!r} is no placement. Fix: {HELP}.")
+    return PlanError(f"{text!r} is not a placement. Fix: {HELP}.")
 
 
 def _placement(node: ast.expr) -> Placement:
@@ -100,7 +100,7 @@ def _placement(node: ast.expr) -> Placement:
             if isinstance(found, OnRanks) and type(found.position) is not int:
                 raise TypeError(f"OnRanks takes the number of a rank, got {found.position!r}")
             return found
-    raise ValueError(f"{ast.unparse(node)} is none")
+    raise ValueError(f"{ast.unparse(node)} is unknown")
 
 
 def parse_integers(text: object, what: str) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def parse_integers(text: object, what: str) -> tuple[int, ...]:
         numbers = [int(p) if isinstance(p, str) and re.fullmatch(r"-?[0-9]{1,18}", p) else p for p in words]
         if all(type(n) is int for n in numbers):
             return tuple(numbers)
-    raise PlanError(f"{text!r} is no {what}. Fix: write integers with commas between, such as 4,2.")
+    raise PlanError(f"{text!r} is not a {what}. Fix: write integers with commas between, such as 4,2.")
 
 
 def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
@@ -135,7 +135,7 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
         pairs = [pair.partition("=") for pair in text.split(",")]
         names = tuple(name.strip() for name, _, _ in pairs)
         if not all(re.fullmatch("-?[0-9]+", size.strip()) for _, _, size in pairs):
-            raise PlanError(f"{text!r} is no mesh: an axis has a name and a size. Fix: write 2,2 or dp=2,tp=2.")
+            raise PlanError(f"{text!r} is not a mesh: an axis has a name and a size. Fix: write 2,2 or dp=2,tp=2.")
         sizes = parse_integers([size.strip() for _, _, size in pairs], "mesh")
     else:
         sizes = parse_integers([text] if isinstance(text, int) else text, "mesh")
@@ -144,7 +144,7 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
             raise MeshError("An axis has a name or none has.")
         return Mesh(sizes, tuple(ranks), names)
     except MeshError as error:
-        raise PlanError(f"{text!r} is no mesh: {without_fix(error)}. Fix: write 2,2 or dp=2,tp=2.") from error
+        raise PlanError(f"{text!r} is not a mesh: {without_fix(error)}. Fix: write 2,2 or dp=2,tp=2.") from error
 
 
 def parse_itemsize(text: object) -> int:
@@ -155,5 +155,5 @@ def parse_itemsize(text: object) -> int:
     """
     size = ITEMSIZES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
     if size is None:
-        raise PlanError(f"{text!r} is no dtype. Fix: use one of {', '.join(ITEMSIZES)}.")
+        raise PlanError(f"{text!r} is not a dtype. Fix: use one of {', '.join(ITEMSIZES)}.")
     return size
