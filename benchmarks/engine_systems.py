@@ -84,7 +84,7 @@ class TorchRec:
         out = self.forward(step)
         if self.gradient is None:
             by_key = dict(zip(self.keys, self.cell.gradient.split(self.cell.dim, 1), strict=True))
-            self.gradient = torch.cat([by_key[key] for key in out.keys()], 1)  # noqa: SIM118 - it is no dict
+            self.gradient = torch.cat([by_key[key] for key in out.keys()], 1)  # noqa: SIM118 - it is not a dict
         out.values().backward(self.gradient)
 
     def sums(self, step: int) -> Tensor:

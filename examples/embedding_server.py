@@ -12,8 +12,8 @@ prints
 
     / 200 {"table": "model.items", "rows": 1000, "columns": 2, "step": 7}
     /lookup?ids=3,999 200 {"rows": [[6.0, 7.0], [1998.0, 1999.0]]}
-    /lookup?ids=3,1000 400 {"error": "'1000' is no id of this table. Its ids are 0 to 999."}
-    /lookup?ids=x 400 {"error": "'x' is no id of this table. Its ids are 0 to 999."}
+    /lookup?ids=3,1000 400 {"error": "'1000' is not an id of this table. Its ids are 0 to 999."}
+    /lookup?ids=x 400 {"error": "'x' is not an id of this table. Its ids are 0 to 999."}
     /tables 404 {"error": "There is no /tables. Ask for / or /lookup?ids=0,1."}
 """
 
@@ -54,12 +54,12 @@ def lookup(table: Tensor, ids: str) -> list[list[float]]:
     """The rows of some ids, such as "3,999".
 
     Raises:
-        ValueError: what is no id of the table; nothing was looked up.
+        ValueError: what is not an id of the table; nothing was looked up.
     """
     found = []
     for text in ids.split(","):
         if not text.isdecimal() or int(text) >= len(table):
-            raise ValueError(f"{text!r} is no id of this table. Its ids are 0 to {len(table) - 1}.")
+            raise ValueError(f"{text!r} is not an id of this table. Its ids are 0 to {len(table) - 1}.")
         found.append(int(text))
     rows: list[list[float]] = table[torch.tensor(found)].tolist()
     return rows

@@ -364,7 +364,7 @@ def test_the_server_refuses_what_is_no_id(ids: str) -> None:
     lookup: Callable[[Tensor, str], list[list[float]]] = example("embedding_server").lookup
     table = torch.arange(20.0).view(10, 2)
     assert lookup(table, "9,0,9") == [[18, 19], [0, 1], [18, 19]]
-    with pytest.raises(ValueError, match=r"is no id of this table\. Its ids are 0 to 9\."):
+    with pytest.raises(ValueError, match=r"is not an id of this table\. Its ids are 0 to 9\."):
         lookup(table, ids)
 
 

@@ -174,7 +174,7 @@ def test_local_map_says_what_does_not_fit() -> None:
         local_map(torch.neg, ([S1], [S0]))(x)
     with pytest.raises(LayoutError, match="a result that is a tensor needs out_placements"):
         local_map(torch.neg)(x)
-    with pytest.raises(LayoutError, match=r"for a result that is no tensor: [34]"):
+    with pytest.raises(LayoutError, match=r"for a result that is not a tensor: [34]"):
         local_map(len, [S0])(x)
 
 

@@ -138,7 +138,7 @@ class Sample:
     def leaf(self, x: Tensor, number: int) -> Tensor:
         """`x` as operand `number`, which takes a gradient where the sample says so.
 
-        A product of several ranks' values is no leaf, which it has no gradient for: the local values are.
+        A product of several ranks' values is not a leaf, which it has no gradient for: the local values are.
         """
         differentiable = x.is_floating_point() or x.is_complex()
         if not (self.gradients and differentiable and number not in self.constant):

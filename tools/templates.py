@@ -3,8 +3,8 @@
 {a} {c}: tensors, mostly of floating point numbers; {b}: one that fits {a}; {m}: a boolean for each element of
 {a}; {j}: integers that are valid indices of dim {d} of {a}; {d} {e}: dims of {a}; {n}: an index in dim {d};
 {s}: a slice; {w}: a layout of {a}; {k}: a small number; {x}: an index; {f}: a fraction; {z}: a shape;
-{t}: a tensor that is no leaf; {l}: a leaf. Lines that register hooks read `grad_fn` first: torch crashes where a view
-was changed without gradients and it was not read since.
+{t}: a tensor that is not a leaf; {l}: a leaf. Lines that register hooks read `grad_fn` first: torch crashes where a
+view was changed without gradients and it was not read since.
 """
 
 # What a line that makes a tensor may be inside of.
@@ -289,7 +289,7 @@ hooked(nn.Embedding(5, 3, dtype=torch.float64), {j}, {k})
 nn.Embedding.from_pretrained({a}.transpose(0, {d}), freeze=False)({j})
 """.strip().splitlines()
 
-# Lines that change something; {t} is a tensor that is no leaf.
+# Lines that change something; {t} is a tensor that is not a leaf.
 STATEMENTS = """
 {t} += {k}
 {t} *= {b}

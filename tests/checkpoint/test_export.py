@@ -91,7 +91,7 @@ def test_a_file_has_the_full_table(sharding: str, most: int, tmp_path: Path, mon
 
 
 def plain_ones(folder: Path) -> None:
-    """Of plain collections, and of tensors that are no tables."""
+    """Of plain collections, and of tensors that are not tables."""
     plain = EmbeddingCollection([EmbeddingConfig(3, 2, "t", feature_names=["f"])])
     with torch.no_grad():
         plain.embeddings["t"].weight.copy_(torch.arange(6).view(3, 2) + collectives.rank())

@@ -229,10 +229,12 @@ def test_imported_files_are_sharded_by_a_plan(tmp_path: Path) -> None:
 
 def test_a_file_of_torch_save_and_an_index_are_called_so(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt: is no safetensors file, but one of torch\.save\. Fix: .*to_dcp"):
+    with pytest.raises(
+        CheckpointError, match=r"w\.pt: is not a safetensors file, but one of torch\.save\. Fix: .*to_dcp"
+    ):
         import_safetensors(tmp_path / "w.pt", tmp_path / "run")
     (tmp_path / INDEX).write_text('{"weight_map": {"w": "model-1.safetensors"}}')
-    with pytest.raises(CheckpointError, match=r"is no safetensors file, but JSON.*\. Fix: name the folder"):
+    with pytest.raises(CheckpointError, match=r"is not a safetensors file, but JSON.*\. Fix: name the folder"):
         import_safetensors(tmp_path / INDEX, tmp_path / "run")
 
 
@@ -260,9 +262,9 @@ W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"1234567", "has 7 bytes, too few for a safetensors file"),
         ((1 << 60).to_bytes(8, "little"), "its header would have 1,152,921,504,606,846,976 bytes"),
         (((1 << 24) + 1).to_bytes(8, "little") + b" " * (1 << 25), "16,777,217 bytes, of 16,777,216 that are read"),
-        (written(b"[" * 50_000), "its header is no header of safetensors"),
-        (written([]), "its header is no header of safetensors"),
-        (written({"w": [1]}), "its header is no header of safetensors"),
+        (written(b"[" * 50_000), "its header is not a header of safetensors"),
+        (written([]), "its header is not a header of safetensors"),
+        (written({"w": [1]}), "its header is not a header of safetensors"),
         (written({"w": W | {"dtype": "F31"}}), "KeyError('F31')"),
         (written({"w": W | {"shape": [3]}}), "'w' has 8 bytes, its shape says 12"),
         (written({"w": W | {"shape": [-2]}}), "numbers that cannot be"),

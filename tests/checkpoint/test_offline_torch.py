@@ -244,7 +244,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
         plain(m).properties, "dtype", torch.int32
     ),
     "KeyError": forget,
-    "is no metadata of torch.distributed.checkpoint": lambda m: setattr(m, "state_dict_metadata", 3),
+    "is not metadata of torch.distributed.checkpoint": lambda m: setattr(m, "state_dict_metadata", 3),
 }
 
 

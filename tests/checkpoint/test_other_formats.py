@@ -144,7 +144,7 @@ def test_a_folder_of_another_format_says_what_reads_it(folders: Path) -> None:
         if name != "dcp":
             text = failed(readers(folders / name, folders / "x")["import_torch"])
             assert f"{name} has no .metadata. Fix: {fix}" in text
-    for name, fix in (other | {"empty": "name a folder or URL that was saved to"}).items():
+    for name, fix in (other | {"empty": "name a folder or URL to which a checkpoint was saved"}).items():
         expected = f"there is no complete checkpoint in {folders / name}. Fix: {fix}"
         assert expected in failed(partial(restore, folders / name, module()))
         assert expected in failed(partial(load, folders / name, {}))
@@ -188,7 +188,7 @@ def test_a_url_says_what_reads_it(url: str) -> None:
         ".metadata": f"{before}import_torch reads this folder",
         "model.safetensors": f"{before}import_safetensors or load_safetensors reads this folder",
         "pytorch_model.bin": f"{before}from_pretrained(folder)",
-        "x.bin": "name a folder or URL that was saved to",
+        "x.bin": "name a folder or URL to which a checkpoint was saved",
     }.items():
         put(url, f"of {name}/{name}")
         for body in (partial(restore, f"{url}/of {name}", module()), partial(load, f"{url}/of {name}", {})):
@@ -341,7 +341,7 @@ def test_a_prefix_too_many_is_named_with_how_to_import_it(build: Callable[[], nn
 def test_files_with_another_prefix_say_which_and_how_to_load_them(
     build: Callable[[], nn.Module], strict: bool, tmp_path: Path
 ) -> None:
-    """Such as that of `DistributedDataParallel`. Loading nothing is no choice, also without `strict`."""
+    """Such as that of `DistributedDataParallel`. Loading nothing is not a choice, also without `strict`."""
     torch.manual_seed(0)
     module = build()
     once = {name.removeprefix("model."): x.detach().clone() for name, x in state_of(module).items()}

@@ -370,7 +370,7 @@ def test_groups_and_parameters_that_are_refused(tmp_path: Path) -> None:
         state_of(model, Adam(Model(torch.clone).parameters()))
     adam = Adam(model.parameters())
     adam.state[torch.ones(1)] = {"shared": 1}
-    with pytest.raises(CheckpointError, match="the optimizer keeps state of a Tensor that is no parameter"):
+    with pytest.raises(CheckpointError, match="the optimizer keeps state of a Tensor that is not a parameter"):
         state_of(model, adam)
     adam.state = defaultdict(dict, {model.table: {"al": [torch.ones(1)]}})  # as LBFGS
     with pytest.raises(CheckpointError, match="Adam keeps a list of tensors, 'al' of table"):

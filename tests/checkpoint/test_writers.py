@@ -1,4 +1,4 @@
-"""One job at a time writes to a folder; what it has not written in full is no checkpoint."""
+"""One job at a time writes to a folder; what it has not written in full is not a checkpoint."""
 
 import errno
 import json

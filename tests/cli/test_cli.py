@@ -62,7 +62,7 @@ def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
     "text", ["", "80", "GB", "80XB", "0GB", "-1GB", "nanGB", "1e3GB", "0.1B", "8 0GB", "80GB/s", "9" * 400 + "B"]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(repr(text))} is no size, expected .* Fix: such as 80GB"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(repr(text))} is not a size, expected .* Fix: such as 80GB"):
         parse_bytes(text)
 
 
@@ -113,6 +113,34 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: Captured
     add_command(monkeypatch, raising(KeyboardInterrupt()))
     assert cli.main(["try"]) == 130
     assert capsys.readouterr().err == "Interrupted.\n"
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_torch_is_imported_exits_with_130(tmp_path: Path) -> None:
+    """A module in place of torch that is interrupted as torch is: it loses the KeyboardInterrupt."""
+    lost = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "torch.py").write_text(lost)
+    command = [sys.executable, "-m", "shardwise", "doctor"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["simulat"], "'simulat' (choose from"),
+        (["simulat"], "Did you mean 'simulate'?"),
+        (["checkpoint", "inspekt", "x"], "Did you mean 'inspect'?"),
+        (["plan", "x.toml", "--gpus", "2", "--memry", "8GB"], "--memry 8GB. Did you mean '--memory'?"),
+        (["doctor", "--quux"], "unrecognized arguments: --quux"),
+        (["doctor", "--output", "costs.json"], "--output is for --calibrate. Fix: "),
+        (["doctor", "--calibrate", "--output", "missing/costs.json"], "missing/costs.json cannot be written. Fix: "),
+    ],
+)
+def test_an_error_of_usage_says_what_was_meant(argv: list[str], why: str, capsys: Captured) -> None:
+    assert cli.main(argv) == 2
+    assert why in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_sigterm_unwinds_and_exits_with_143(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`BatchLoader`: the same batches on any mesh and number of workers, resumed anywhere; and what is no batch."""
+"""`BatchLoader`: the same batches on any mesh and number of workers, resumed anywhere; and what is not a batch."""
 
 import json
 import os

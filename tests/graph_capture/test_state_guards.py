@@ -141,7 +141,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "an attribute of a dataclass": lambda m: setattr(m.config, "scale", 3.0),
     "a list in a dataclass": lambda m: m.config.parts.append(1.0),
     "a slot": lambda m: setattr(m.slots, "scale", 3.0),
-    "a tensor that is no buffer": lambda m: setattr(m, "factor", torch.tensor(3.0)),
+    "a tensor that is not a buffer": lambda m: setattr(m, "factor", torch.tensor(3.0)),
     "a function": lambda m: setattr(m, "act", torch.tanh),
     "a tuple": lambda m: setattr(m, "pair", (3.0, 3.0)),
     "a private number": lambda m: setattr(m, "_private", 3.0),

@@ -75,13 +75,13 @@ NONE = [
 
 @pytest.mark.parametrize("text", NONE)
 def test_nothing_else_is_a_placement(text: object) -> None:
-    with pytest.raises(PlanError, match="is no placement"):
+    with pytest.raises(PlanError, match="is not a placement"):
         parse_placements(text)
 
 
 @pytest.mark.parametrize("text", ["Shard(0), Shard(1)", ["Shard(0)"], ""])
 def test_one_placement_is_one(text: object) -> None:
-    with pytest.raises(PlanError, match="is no placement"):
+    with pytest.raises(PlanError, match="is not a placement"):
         parse_placement(text)
 
 
@@ -95,7 +95,7 @@ def test_integers(text: object, numbers: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["4;2", "4,", "four", "1.5", [1.5], [True], [None], None, 3, {"a": 1}, "1" * 30])
 def test_nothing_else_is_integers(text: object) -> None:
-    with pytest.raises(PlanError, match="is no shape"):
+    with pytest.raises(PlanError, match="is not a shape"):
         parse_integers(text, "shape")
 
 
@@ -117,13 +117,13 @@ def test_meshes(text: object, mesh: Mesh) -> None:
     "text", ["", "0", "2,-1", "dp=2,3", "=2", "dp=2,dp=2", "dp=x", [], ["x"], None, True, "99999,99999"]
 )
 def test_nothing_else_is_a_mesh(text: object) -> None:
-    with pytest.raises(PlanError, match="is no mesh"):
+    with pytest.raises(PlanError, match="is not a mesh"):
         parse_mesh(text)
 
 
 @pytest.mark.parametrize("text", ["dp=two", "dp=2,tp", "dp=2,=", "dp=2 tp=2", "dp=--2"])
 def test_a_mesh_with_names_that_makes_no_sense_is_shown_whole(text: str) -> None:
-    with pytest.raises(PlanError, match=rf"'{text}' is no mesh.*Fix: write 2,2 or dp=2,tp=2"):
+    with pytest.raises(PlanError, match=rf"'{text}' is not a mesh.*Fix: write 2,2 or dp=2,tp=2"):
         parse_mesh(text)
 
 
@@ -137,5 +137,5 @@ def test_bytes_of_elements_are_those_of_torch() -> None:
     for name, size in ITEMSIZES.items():
         assert getattr(torch, name).itemsize == size
     assert parse_itemsize("torch.bfloat16") == 2
-    with pytest.raises(PlanError, match="'float' is no dtype"):
+    with pytest.raises(PlanError, match="'float' is not a dtype"):
         parse_itemsize("float")

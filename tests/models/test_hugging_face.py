@@ -94,7 +94,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def learnt(model: Any, ids: Any, mask: Any = None, **options: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logits of what is no padding, loss, and gradients."""
+    """Logits of what is not padding, loss, and gradients."""
     out = model(ids, attention_mask=mask, labels=ids, **options)
     out.loss.backward()
     logits = full(out.logits)

@@ -159,8 +159,8 @@ BAD: dict[str, tuple[nn.Module, ParallelStyle, str]] = {
         ColwiseParallel(),
         "EmbeddingBag of torch.nn, not torch.nn.modules.conv.Conv1d",
     ),
-    "unit": (nn.Linear(6, 10), ColwiseParallel(unit=4), "10 features are no multiple of unit=4"),
-    "no unit": (nn.Linear(6, 10), RowwiseParallel(unit=0), "6 features are no multiple of unit=0"),
+    "unit": (nn.Linear(6, 10), ColwiseParallel(unit=4), "10 features are not a multiple of unit=4"),
+    "no unit": (nn.Linear(6, 10), RowwiseParallel(unit=0), "6 features are not a multiple of unit=0"),
     "sizes": (nn.Linear(6, 10), ColwiseParallel(sizes=(5, 4)), r"sizes=\(5, 4\) must be 2 numbers that add up to 10"),
     "sizes in units": (
         nn.Linear(6, 10),

@@ -98,7 +98,7 @@ def test_memory_of_what_fewer_ranks_keep() -> None:
 def test_numbers_of_ranks_that_are_refused_and_all_of_them() -> None:
     mesh = Mesh((4,))
     for wrong in (1, 0, -2, 3, 8):
-        with pytest.raises(PlanError, match=rf"reshard_after_forward={wrong} is no factor above 1 of the 4 ranks"):
+        with pytest.raises(PlanError, match=rf"reshard_after_forward={wrong} is not a factor above 1 of the 4 ranks"):
             fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=wrong)
     calls = []
     for every in (4, True):

@@ -94,7 +94,7 @@ def test_all_errors_of_a_plan_are_reported_at_once_on_every_rank_and_nothing_cha
         "  relu: ColwiseParallel supports Linear, Embedding and EmbeddingBag of torch.nn, not "
         "torch.nn.modules.activation.ReLU. "
         "Fix: name the layers inside it, or write a style for it.\n"
-        "  net1: 16 features are no multiple of unit=5. Fix: a unit that divides them.\n"
+        "  net1: 16 features are not a multiple of unit=5. Fix: a unit that divides them.\n"
         "  net2.weight: two entries give it the layouts Layout((10, 16) as [Shard(1)] on Mesh(0=2)) and "
         "Layout((10, 16) as [Shard(0)] on Mesh(0=2)). Fix: one entry.\n"
         "  net2.bias: two entries give it the layouts Layout((10,) as [Replicate()] on Mesh(0=2)) and "

@@ -256,7 +256,7 @@ def test_values_on_another_mesh_are_fetched_and_gradients_come_back_to_ranks_out
     F.embedding(distribute_tensor(torch.tensor([0, 1]), PAIR, [R]), table).sum().backward()
     assert table.grad is not None
     assert table.grad[:, 0].tolist() == ([1, 1, 0] if rank() in PAIR.ranks else [0, 0, 0])
-    # Its last op, _unsafe_view, shares memory and is no view.
+    # Its last op, _unsafe_view, shares memory and is not a view.
     leaf = distribute_tensor(plain, ALL, [S0]).requires_grad_()
     torch.kron(distribute_tensor(torch.ones(9), PAIR, [R]), leaf).sum().backward()
     assert as_dtensor(leaf.grad).tolist() == [9] * 4

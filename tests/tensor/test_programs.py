@@ -135,14 +135,14 @@ CHANGES = {
         "v3.contiguous().add_(1)"),
     "a fetched row, transposed in place": (leaf((2,), "Shard(0)", mesh=(2,)), "v2 = x1 * 1", "v3 = v2[0]", "v3.t_()"),
     "a custom Function that saved it": (leaf((4, 7), "Shard(0)"), "v2 = x1 * 1", "v3 = Cube.apply(v2)", "v2.mul_(2)"),
-    "a result that is no view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
-    "a result under saved-tensor hooks, which is no view": (
+    "a result that is not a view": (leaf((2, 4), "OnRanks(1)", False), "v2 = F.pad(x1, (1, 0))", "v2.detach_()"),
+    "a result under saved-tensor hooks, which is not a view": (
         leaf((3, 4), "Shard(0)", False), "with torch.autograd.graph.save_on_cpu(): v2 = x1.sign()", "v2.detach_()"),
     "a custom Function under saved-tensor hooks": (
         leaf((3, 4), "Shard(0)"), "with torch.autograd.graph.save_on_cpu(): v2 = Scaled.apply(x1, x1)",
         "v2.detach().add_(1)"),
     "brackets with a number before a new dim": (leaf((4, 3), "Replicate()", False), "v2 = x1 * 1", "v2[3, None] += 1"),
-    "a scan that is no view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
+    "a scan that is not a view": (leaf((3, 3), "Shard(1)", False), "v2 = x1.cummax(1).values", "v2.detach_()"),
 }  # fmt: skip
 # Ranks outside the mesh have the graph and the errors of the others.
 OUTSIDE = {

@@ -80,7 +80,7 @@ def test_out_of_several_results_keeps_its_layouts_and_takes_no_part_in_gradients
 
 
 def halves_of() -> None:
-    """A function that is no op of torch."""
+    """A function that is not an op of torch."""
 
 
 @world(2)

@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += f".{did_you_mean(found[1], re.findall(r'[\w-]+', found[2]))}"
+            known = found[2].replace("'", "").split(", ")
+            message += f".{did_you_mean(found[1], known)}"
         elif found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
             message += f".{did_you_mean(found[1], self._options())}"
         super().error(message.rstrip("."))
@@ -99,14 +100,14 @@ def parse_bytes(text: str) -> int:
     """The bytes of a size such as `80GB` (80 * 10**9) or `79.5 GiB` (79.5 * 2**30); units in any case.
 
     Raises:
-        ConfigError: it is no number above 0 with a unit.
+        ConfigError: it is not a number above 0 with a unit.
     """
     sizes = {unit.lower(): size for unit, size in UNITS.items()}
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([a-z]+)", text.strip().lower(), re.ASCII)
     size = round(float(found[1]) * sizes.get(found[2], 0)) if found else 0
     if not size:
         raise ConfigError(
-            f"{text!r} is no size, expected a number above 0 and a unit of {', '.join(UNITS)}. Fix: such as 80GB."
+            f"{text!r} is not a size, expected a number above 0 and a unit of {', '.join(UNITS)}. Fix: such as 80GB."
         )
     return size
 

@@ -109,7 +109,7 @@ def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:
     """Send rank and world size to the processes that this one starts from here on.
 
     Args:
-        rank_and_size: gives those of the calling thread; None if it is no rank.
+        rank_and_size: gives those of the calling thread; None if it is not a rank.
     """
     _config()[_KEY] = _OfStartingThread(rank_and_size)
 

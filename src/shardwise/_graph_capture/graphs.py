@@ -44,7 +44,7 @@ class Graphs:
         backward: from what is saved for backward and a cotangent for each differentiable output to a gradient, or
             None, for each graph input; None if forward ran without grad.
         run_forward, run_backward: their functions, compiled if there is a backend.
-        lifted: graph inputs that are no arguments (parameters, buffers, constants); they follow the arguments.
+        lifted: graph inputs that are not arguments (parameters, buffers, constants); they follow the arguments.
         num_outputs: how many of the results of `forward` are outputs.
         saved: for each value saved for backward its position among the graph inputs, or None if `forward` returns it.
     """

@@ -102,7 +102,7 @@ def cache_key(leaves: Sequence[Any], jagged: Collection[int] = ()) -> tuple[Any,
     """Modes around the call, layout and metadata of each tensor argument, aliasing among them, and other values.
 
     Args:
-        jagged: leaves whose first size is no part of the key; the graph compares it, if it depends on it.
+        jagged: leaves whose first size is not part of the key; the graph compares it, if it depends on it.
 
     Raises:
         CaptureError: an argument whose value cannot be compared.

@@ -70,7 +70,7 @@ class Layout:
     strides: tuple[int, ...] | None  # of the global tensor; None: row-major
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
-    owner: Owner | None  # the rank of a world whose tensors have this object; it is no part of the value
+    owner: Owner | None  # the rank of a world whose tensors have this object; it is not part of the value
     key: LayoutKey  # of this object in caches
     _value: "Layout | None"  # the equal layout without an owner, if this one has one
     _hash: int
@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def dims(self) -> tuple[DimShards, ...]:
-        """The shards of each dim. Explicit boxes, and ranks without elements by OnRanks, are no part of it."""
+        """The shards of each dim. Explicit boxes, and ranks without elements by OnRanks, are not part of it."""
         if self._dims is None:
             shards = [(axis, p) for axis in self.shard_order if isinstance(p := self.placements[axis], Shard)]
             by = [tuple([(axis, p.sizes) for axis, p in shards if p.dim == dim]) for dim in range(len(self.shape))]

@@ -104,7 +104,7 @@ def _placement(node: ast.expr) -> Placement:
 
 
 def parse_integers(text: object, what: str) -> tuple[int, ...]:
-    """`2,2` or `2x2` as (2, 2), also a list of integers; empty text is no integer at all.
+    """`2,2` or `2x2` as (2, 2), also a list of integers; empty text is not an integer at all.
 
     Raises:
         PlanError: anything else.

@@ -76,7 +76,7 @@ _SHARDING_TYPES = {
 
 
 def _misuse(value: object) -> str:
-    """What to pass instead of a value that is no placement."""
+    """What to pass instead of a value that is not a placement."""
     if type(value).__name__ == "_StridedShard":
         return "Shard(dim) on each axis, and shard_order= for the order of the axes"
     if type(value).__module__.startswith("torch.distributed") and "Partial" in type(value).__name__:
@@ -98,7 +98,7 @@ def _are_placements(value: object) -> bool:
 
 
 def _misuse_of_several(value: object) -> str:
-    """The fix for a value that is no placement, or the first one among several."""
+    """The fix for a value that is not a placement, or the first one among several."""
     text = next((_misuse(item) for item in _items(value) if placement_of(item) is None), "")
     return "" if text == "pass a placement" else text
 

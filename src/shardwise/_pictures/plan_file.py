@@ -74,7 +74,7 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str], needed: str, exa
 def _tensors(table: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Dotted names: TOML reads `[parameters.items.weight]` as a table in a table."""
     if not isinstance(table, dict):
-        raise PlanError(f"{(prefix or 'parameters.')[:-1]} is no table. Fix: give it a shape and placements.")
+        raise PlanError(f"{(prefix or 'parameters.')[:-1]} is not a table. Fix: give it a shape and placements.")
     if prefix and ("shape" in table or not all(isinstance(entry, dict) for entry in table.values())):
         yield prefix[:-1], table
         return
@@ -153,7 +153,7 @@ def _shards(specs: object) -> Iterator[tuple[int, Box]]:
 def _ranks(given: object) -> tuple[int, ...]:
     if isinstance(given, list):
         return tuple(map(_rank, given))
-    raise PlanError(f"{given!r} is no list of ranks. Fix: write [0, 1].")
+    raise PlanError(f"{given!r} is not a list of ranks. Fix: write [0, 1].")
 
 
 def _rank(given: object) -> int:
@@ -162,5 +162,5 @@ def _rank(given: object) -> int:
     if written is not None:
         return int(written[1])
     if type(given) is not int or given < 0:
-        raise PlanError(f'{given!r} is no rank. Fix: write 1 or "rank:1/cpu".')
+        raise PlanError(f'{given!r} is not a rank. Fix: write 1 or "rank:1/cpu".')
     return given

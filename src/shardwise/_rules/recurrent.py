@@ -52,7 +52,7 @@ def _of_batch(input: Meta, hx: States, params: Sequence[Meta], batch: int, of_st
 
 def packed(*_: object) -> list[Row]:
     """Packed sequences: batches of different sizes, concatenated in one dim."""
-    raise NotImplementedError("a shard of packed sequences is no packed sequence")
+    raise NotImplementedError("a shard of packed sequences is not a packed sequence")
 
 
 def _with_plain_sizes(op: Op) -> Op:

@@ -36,7 +36,7 @@ def refuse_transform(what: str) -> NoReturn:
 def check_untransformed(x: Tensor, where: str) -> None:
     """Refuse a plain tensor beside DTensors that `torch.func` transforms or that has a tangent: it would lose both.
 
-    Also a DTensor of torch, which is no plain tensor. Runs for every plain operand, so it only reads flags.
+    Also a DTensor of torch, which is not a plain tensor. Runs for every plain operand, so it only reads flags.
     """
     if type(x) is not Tensor and is_torch_dtensor(x):
         raise LayoutError(f"{where} is a DTensor of torch. Fix: {TORCH_DTENSOR}.")

@@ -93,7 +93,7 @@ def refusing_hooks(register: Op) -> object:
 @cache
 def taking_numbers(original: Op) -> Op:
     """`original` with 0-d DTensors as the numbers that they hold; C++ would read them from the local tensors."""
-    first = original.__name__ in ("full_like", "new_full")  # arguments that are no numbers
+    first = original.__name__ in ("full_like", "new_full")  # arguments that are not numbers
 
     def number(x: object) -> object:
         if type(x) is not DTensor or x._layout.shape:

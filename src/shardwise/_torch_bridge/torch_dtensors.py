@@ -27,7 +27,7 @@ def from_torch_dtensor(x: TorchDTensor) -> DTensor:
             a Shard with another `shard_order`.
 
     Raises:
-        LayoutError: something else, or a `_StridedShard` that is no order of the axes.
+        LayoutError: something else, or a `_StridedShard` that is not an order of the axes.
     """
     return wrap(arrived(x.to_local()), torch_layout(collectives.as_mesh(x.device_mesh), x.placements, x.shape))
 

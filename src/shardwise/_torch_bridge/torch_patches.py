@@ -106,7 +106,7 @@ PATCHES = (
         "_functorch.eager_transforms._maybe_wrap_functional_tensor",
         "Refuses a DTensor in transforms of `torch.func`.",
         asking,
-        f"{_OPS_ONLY}; `torch.func` wraps the local tensor in another one, which is no subclass any more.",
+        f"{_OPS_ONLY}; `torch.func` wraps the local tensor in another one, which is not a subclass any more.",
         "the transform silently takes, or returns, the local shard",
     ),
     Patch(

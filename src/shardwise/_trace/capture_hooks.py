@@ -94,7 +94,7 @@ class RunsInReplays:
 
 @contextmanager
 def tracing_paused() -> Iterator[None]:
-    """What runs inside is no part of a captured graph."""
+    """What runs inside is not part of a captured graph."""
     tracer = current.tracer
     if tracer is None:
         yield

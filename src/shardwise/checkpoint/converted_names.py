@@ -49,7 +49,7 @@ def _of(names: Sequence[str]) -> str:
 
 
 def converted(module: nn.Module, source: Source) -> Converted:
-    """The source as `module` names its tensors; unchanged if it is no model of transformers 5."""
+    """The source as `module` names its tensors; unchanged if it is not a model of transformers 5."""
     transformers = sys.modules.get("transformers.modeling_utils")  # there is no such model where it is not imported
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return Converted(source)

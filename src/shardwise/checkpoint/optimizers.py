@@ -50,7 +50,7 @@ def optimizer_state(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> d
             if id(parameter) not in names:
                 name = type(parameter).__name__
                 raise CheckpointError(
-                    f"the optimizer keeps state of a {name} that is no parameter. "
+                    f"the optimizer keeps state of a {name} that is not a parameter. "
                     f"Fix: optimizer.state[parameter] has the states; or save without it, as state_of(module)"
                 )
             for key, value in entries.items():
@@ -253,7 +253,7 @@ def _is_mean(optimizer: Optimizer, number: int, one: Difference) -> bool:
 
 def _stored_groups(manifest: Manifest) -> list[dict[str, Any]]:
     if not are_groups(groups := manifest.values[GROUPS]):
-        raise CheckpointError(f"{GROUPS!r} in the checkpoint is no list of groups. Fix: save with state_of")
+        raise CheckpointError(f"{GROUPS!r} in the checkpoint is not a list of groups. Fix: save with state_of")
     return groups
 
 

@@ -129,7 +129,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         for problem in _misfits(source.tensors[name], x)
     ]
     fix = _other_prefix([names[name] for name in missing], unexpected, prefix)
-    if strict or (fix and not tensors):  # then it is no choice that nothing is loaded
+    if strict or (fix and not tensors):  # then it is not a choice that nothing is loaded
         problems += [
             f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
         ]

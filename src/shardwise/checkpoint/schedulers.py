@@ -37,7 +37,7 @@ def fit_schedulers(
         isinstance(one, dict) and isinstance(one.get("state"), dict) and isinstance(one.get("name"), str)
         for one in saved
     ):
-        raise CheckpointError(f"{SCHEDULERS!r} in the checkpoint is no list of schedulers. Fix: save with state_of")
+        raise CheckpointError(f"{SCHEDULERS!r} in the checkpoint is not a list of schedulers. Fix: save with state_of")
     stored, fitting = {one["name"]: one for one in saved}, dict[str, dict[str, Any]]()
     differences = list[Difference]()
     for name, scheduler in schedulers.items():
@@ -63,7 +63,7 @@ def fit_schedulers(
 
 
 def _as_json(value: object) -> object:
-    """`value` without what JSON lacks: numbers that are not finite, and keys that are no strings."""
+    """`value` without what JSON lacks: numbers that are not finite, and keys that are not strings."""
     if isinstance(value, Tensor) and not value.ndim:
         value = value.item()
     if isinstance(value, float) and not isfinite(value):

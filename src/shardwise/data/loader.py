@@ -70,7 +70,7 @@ class BatchLoader:
 
     Raises:
         ArgumentError: a data set without length or index, a batch size below 1, an unknown option; in the loop, what
-            the collate_fn made is no batch.
+            the collate_fn made is not a batch.
         MeshError: this rank is not part of the mesh, or it has no such axis.
         MismatchError: in the loop, on all ranks: batches of different steps, dtypes or sizes.
         RemoteRankError: in the loop: samples of another rank could not be loaded. There the error is raised as it is.

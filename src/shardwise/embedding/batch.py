@@ -102,8 +102,8 @@ class Features:
         """The ids of these features, in their order.
 
         Raises:
-            IdTypeError: something else, a feature is missing, ids are no integers or on another device, or a collection
-                with weights gets none.
+            IdTypeError: something else, a feature is missing, ids are not integers or on another device, or a
+                collection with weights gets none.
             JaggedError: lengths that do not fit the ids.
         """
         if not isinstance(features, JaggedFeatures):
@@ -196,7 +196,7 @@ class IdRules:
         if self._padding is not None:
             is_padding = batch.values == _of_ids(self._padding, batch)
             if keep is not None:
-                is_padding &= keep  # -1 is no padding, but a table's bad id, or that it has none
+                is_padding &= keep  # -1 is not padding, but a table's bad id, or that it has none
             padded = torch.bincount(batch.bag[is_padding], minlength=batch.lengths.numel())
             batch = replace(batch, counted=batch.lengths - padded)
             keep = ~is_padding if keep is None else keep & ~is_padding

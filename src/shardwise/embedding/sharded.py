@@ -434,7 +434,7 @@ class ShardedEmbeddingCollection(_Sharded, RowCollection):
 
         Raises:
             IdError: an id outside its table, on some rank; the same error on all.
-            IdTypeError: what this rank passes is no batch of the collection; other ranks raise a RemoteRankError.
+            IdTypeError: what this rank passes is not a batch of the collection; other ranks raise a RemoteRankError.
         """
         flat = look_up(self._look_up, features, self._engine.trigger_of_backward())
         lengths = self._features.lengths(features)

@@ -59,7 +59,7 @@ def register_sharding(
 
     The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`, and returns how the op
     runs on one mesh axis without communication: a list of `Row`s, or of pairs
-    `(placements of the results, placements of the arguments)` with None for arguments that are no tensors. The row of
+    `(placements of the results, placements of the arguments)` with None for arguments that are not tensors. The row of
     all Replicate need not be given.
 
     Check the rows with `shardwise.testing.check_rows`.
@@ -140,7 +140,7 @@ def local_map(
     Args:
         func: takes and returns plain tensors; None makes `local_map` a decorator.
         out_placements: of the one result, in a sequence or by axis name, or a tuple of those for several flattened
-            results; None for what is no tensor.
+            results; None for what is not a tensor.
         in_placements: the placements that each flattened argument must have; None (for one or for all) takes any.
         in_grad_placements: of the gradient of each local argument, see `DTensor.to_local`; None is as the argument.
         device_mesh: of the results; None is that of the first DTensor among the arguments.
@@ -190,7 +190,7 @@ def _for_each(name: str, given: PerArgument, unnamed: int, count: int) -> list[P
     if len(found) not in (unnamed, count):
         raise LayoutError(
             f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}. "
-            f"Fix: one entry for each argument, None for one that is no tensor or has any placements."
+            f"Fix: one entry for each argument, None for one that is not a tensor or has any placements."
         )
     return found + [None] * (count - len(found))
 
@@ -223,7 +223,7 @@ def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
     if len(wanted) != count:
         raise LayoutError(
             f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}. "
-            f"Fix: a tuple of the placements of each, None for one that is no tensor."
+            f"Fix: a tuple of the placements of each, None for one that is not a tensor."
         )
     return wanted
 
@@ -232,7 +232,7 @@ def _output(x: object, placements: Placements | None, mesh: Mesh) -> object:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(
-                f"local_map: out_placements {placements} for a result that is no tensor: {x!r}. Fix: None for it."
+                f"local_map: out_placements {placements} for a result that is not a tensor: {x!r}. Fix: None for it."
             )
         return x
     if placements is None:

@@ -61,7 +61,7 @@ def mix_experts(
         experts of it; before that 24 bytes to each other rank. The gradients the same rows, and not the 24 bytes.
 
     Raises:
-        IdError: a number that is no expert; the same on every rank that takes part.
+        IdError: a number that is not an expert; the same on every rank that takes part.
         IdTypeError: dtypes that do not go together.
         LayoutError: shapes, or layouts of `w1` and `w2`, that do not.
     """

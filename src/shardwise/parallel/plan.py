@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 ParallelPlan = ParallelStyle | Placement | Mapping[str, "ParallelPlan"]
 """A style for a module, a placement for a parameter, or plans of submodules by name or glob."""
 Entries = Sequence[tuple[str, ParallelStyle | Placement]]
-describe(ParallelStyle, None)  # `flattened` refuses what is no plan, and says which entry
+describe(ParallelStyle, None)  # `flattened` refuses what is not a plan, and says which entry
 APPLIED = "_parallel_styles"  # attribute of a module: the styles that were applied to it
 
 

@@ -122,7 +122,7 @@ def _keys(layouts: object, what: str) -> list[Any]:
         return sorted(layouts, key=str)
     if isinstance(layouts, Sequence) and not isinstance(layouts, str):
         return list(range(len(layouts)))
-    raise PlanError(f"{what}: {layouts!r} is no layout. Fix: a placement, None, or a tuple, list or dict of them.")
+    raise PlanError(f"{what}: {layouts!r} is not a layout. Fix: a placement, None, or a tuple, list or dict of them.")
 
 
 def _fits_tensor(layouts: object, context: ModuleContext) -> bool:

@@ -93,7 +93,7 @@ class ModuleContext:
         """One placement per mesh axis, None where none is given.
 
         Raises:
-            PlanError: a wrong number of placements, an unknown axis name, or an object that is no placement.
+            PlanError: a wrong number of placements, an unknown axis name, or an object that is not a placement.
         """
         one = placement_of(placements)
         if one is not None or placements is None:
@@ -105,7 +105,7 @@ class ModuleContext:
                 raise PlanError(str(error)) from None
         if not _are_placements_like(placements):
             raise PlanError(
-                f"{shown(placements)} is no placement. Fix: Shard(dim), Replicate(), or one of them for every axis."
+                f"{shown(placements)} is not a placement. Fix: Shard(dim), Replicate(), or one of them for every axis."
             )
         assert isinstance(placements, Sequence)
         if len(placements) != self.mesh.ndim:
@@ -288,7 +288,7 @@ def _shard_sizes(length: int, unit: int, sizes: Sequence[int] | None, count: int
         PlanError: units that do not fill the length.
     """
     if not isinstance(unit, int) or unit < 1 or length % unit:
-        raise PlanError(f"{length} features are no multiple of unit={unit}. Fix: a unit that divides them.")
+        raise PlanError(f"{length} features are not a multiple of unit={unit}. Fix: a unit that divides them.")
     units = chunk(length // unit, count) if sizes is None else tuple(sizes)
     if len(units) != count or sum(units) != length // unit or min(units) < 0:
         raise PlanError(

@@ -85,6 +85,6 @@ class Request:
 
 
 def check_head_room(share: float) -> None:
-    """Raise a ConfigError if it is no share of the memory that leaves some."""
+    """Raise a ConfigError if it is not a share of the memory that leaves some."""
     if not 0 <= share < 1:
         raise ConfigError(f"head_room is {share}, expected 0 to below 1. Fix: such as 0.1.")

@@ -76,7 +76,7 @@ def shard_parameter(
 
     Raises:
         AttributeError: the module has no attribute of that name.
-        PlanError: it is no tensor, not contiguous, or a parameter with hooks.
+        PlanError: it is not a tensor, not contiguous, or a parameter with hooks.
         MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only some ranks have
             one of the errors above.
         LayoutError: the spec does not fit.

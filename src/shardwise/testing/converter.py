@@ -130,7 +130,7 @@ class DTensorConverter:
         """`t` as a DTensor, without communication, or `t` itself where that cannot be; counts a hit or a miss.
 
         Raises:
-            TypeError: `t` is no tensor.
+            TypeError: `t` is not a tensor.
         """
         if not isinstance(t, Tensor):
             raise TypeError(f"A tensor is wanted, to make a DTensor of; got {type(t).__name__}. Fix: torch.tensor(…).")

@@ -182,7 +182,7 @@ class _Call:
     def _assert_close(self, got: object, want: object, what: str) -> None:
         try:
             torch.testing.assert_close(got, want, rtol=self.tolerance, atol=self.tolerance, equal_nan=True)
-        except (AssertionError, TypeError, ValueError) as error:  # the latter of objects that are no numbers
+        except (AssertionError, TypeError, ValueError) as error:  # the latter of objects that are not numbers
             raise AssertionError(f"{what}: {error}") from None
 
 

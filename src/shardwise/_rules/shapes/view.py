@@ -277,7 +277,7 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
             Row((Shard(d),), Shard(into), why, local, layout_from=NO_OPERAND, breaks_view=True) for d in longer[1:]
         ]
     rows += [*unsharded_rows(x, local), Row((REPLICATE,), REPLICATE, "every rank has everything")]
-    # Torch copies the global tensor if that is no view, and would not copy every local one.
+    # Torch copies the global tensor if that is not a view, and would not copy every local one.
     return rows if is_view else [replace(row, local_impl=local) for row in rows]
 
 

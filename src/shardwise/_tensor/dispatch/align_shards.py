@@ -92,7 +92,7 @@ def _axes_before(placements: Sequence[Placement], order: tuple[int, ...], axis: 
 def output_layouts(
     layouts: Sequence[Layout], chosen: Sequence[Row], shapes: tuple[int, ...] | Sequence[Any]
 ) -> Layout | tuple[Layout | None, ...]:
-    """The layout of the result; a tuple of them for several results (None for one that is no tensor)."""
+    """The layout of the result; a tuple of them for several results (None for one that is not a tensor)."""
     if not isinstance(shapes, list) and tuple not in map(type, [row.output for row in chosen]):
         return _output_layout(layouts, chosen, tuple(shapes), None)
     return tuple(None if shape is None else _output_layout(layouts, chosen, shape, i) for i, shape in enumerate(shapes))

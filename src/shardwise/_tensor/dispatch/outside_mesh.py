@@ -122,7 +122,7 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
             given = layouts[index] if isinstance(layouts, tuple) else layouts
             layout = given if isinstance(given, Layout) else Layout(mesh, replicated, x.shape, strides=x.stride())
             shape = layout.local_shape(collectives.rank())
-            is_view = x._is_view() or not x.requires_grad  # aten._unsafe_view shares memory, and is no view
+            is_view = x._is_view() or not x.requires_grad  # aten._unsafe_view shares memory, and is not a view
             if viewed is not None and is_view and x.dtype == viewed.dtype and not copies:
                 return tag(_empty_view(viewed, shape, x, grouped), layout)
             local = torch.empty(shape, dtype=x.dtype, device=device)

@@ -149,7 +149,7 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
 def before_op(func: Op, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[Any, ...]]:
     """`before_change` of the first argument of an op in place; and the arguments, those that share its memory copied.
 
-    Torch raises for some of these, by the strides of the local shards: not on all ranks. Which do is no part of a
+    Torch raises for some of these, by the strides of the local shards: not on all ranks. Which do is not part of a
     recipe: it depends on the tensors.
     """
     first = args[0]
@@ -171,7 +171,7 @@ def copies_of_memory(x: DTensor) -> Iterable[Copy]:
 
 
 def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
-    """The same for many tensors, most of which are no views and have none."""
+    """The same for many tensors, most of which are not views and have none."""
     with DisableTorchFunctionSubclass():
         changed = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
     return [copy for x in changed for copy in before_change(name, x)]

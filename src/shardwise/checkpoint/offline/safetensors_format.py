@@ -249,14 +249,14 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = read_bytes(file, 0, 8)
     if start.startswith(ZIP):
-        raise CheckpointError(f"{file.name}: is no safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
+        raise CheckpointError(f"{file.name}: is not a safetensors file, but one of torch.save. Fix: {OF_TORCH_SAVE}")
     length = int.from_bytes(start, "little")
     if length > min(HEADER_READ, file.size - 8):
         if start.startswith(b"{"):
             fix = "name the folder, which has the index and the files"
-            raise CheckpointError(f"{file.name}: is no safetensors file, but JSON, such as an index. Fix: {fix}.")
+            raise CheckpointError(f"{file.name}: is not a safetensors file, but JSON, such as an index. Fix: {fix}.")
         what = f"its header would have {length:,} bytes, of {HEADER_READ:,} that are read"
-        raise foreign(f"{file.name}: is no safetensors file: {what}")
+        raise foreign(f"{file.name}: is not a safetensors file: {what}")
     try:
         header = json.loads(read_bytes(file, 8, length))
         removed = (header.pop(METADATA_KEY, None) or {}).get(REMOVED, MODEL)
@@ -264,7 +264,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
             raise ValueError(f"{REMOVED} is {removed!r}")
         found = [_entry(key, said) for key, said in header.items()]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise foreign(f"{file.name}: its header is no header of safetensors: {error!r}") from error
+        raise foreign(f"{file.name}: its header is not a header of safetensors: {error!r}") from error
     expected = 0
     for key, _, _, begin, end in sorted(found, key=lambda entry: entry[3:]):
         if begin != expected:

@@ -224,7 +224,7 @@ def _read_metadata(folder: Path, allowed: bool) -> "Metadata":
         except OSError as error:
             raise unreadable(str(path), error, str(error.strerror), foreign) from error
         except Exception as error:  # a pickle of anything raises anything
-            raise foreign(f"{path}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+            raise foreign(f"{path}: is not metadata of torch.distributed.checkpoint: {error!r}") from error
 
 
 def _source(
@@ -239,7 +239,7 @@ def _source(
     except CheckpointError:
         raise
     except Exception as error:  # what a pickle makes raises anything
-        raise foreign(f"{folder / METADATA}: is no metadata of torch.distributed.checkpoint: {error!r}") from error
+        raise foreign(f"{folder / METADATA}: is not metadata of torch.distributed.checkpoint: {error!r}") from error
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
     check_shapes(old, {name: tensor.shape for name, tensor in tensors.items()}, names.parameters or ())
     values = {prefix + name: value for name, value in values.items()}

@@ -197,7 +197,7 @@ def _checked_reshard(value: bool | int | None, size: int) -> bool | int | None:
     value = as_integer(value, "reshard_after_forward", PlanError, "True, False, or a number of ranks")
     if value < 2 or size % value:
         raise PlanError(
-            f"reshard_after_forward={value} is no factor above 1 of the {size} ranks that shard parameters. Fix: "
+            f"reshard_after_forward={value} is not a factor above 1 of the {size} ranks that shard parameters. Fix: "
             f"such a factor; True frees parameters after forward, False keeps them."
         )
     return True if value == size else value
