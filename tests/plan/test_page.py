@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import Mesh, Replicate
+from shardwise import Mesh, Replicate, Shard
 from shardwise._pictures.labels import bytes_text
 from shardwise._pictures.page import MOST_BARS, WIDTH, Column, heat_map, shown_ranks, sortable
 from shardwise.embedding import SGD, EmbeddingBagConfig
@@ -18,6 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.plan import BatchShape, Link, ModulePlan, TablePlan, Topology, plan_module, plan_tables
 from shardwise.plan.page import traffic
 from shardwise.plan.table_costs import PHASES
+from shardwise.simulation import Simulation, simulate
 
 EVIL = "<script>alert('&quot;')</script>\x1b[31m"
 NOT_CLOSED = {"meta"}
@@ -98,7 +99,29 @@ def module_plan() -> ModulePlan:
 # ---- any page --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [default_plan, module_plan], ids=["tables", "module"])
+@cache
+def simulation() -> Simulation:
+    plan = {"weight": Shard(0, sizes=[2, 2, 1, 0])}
+    return simulate(nn.Linear(7, 5), torch.ones(3, 7), mesh=Mesh((4,)), plan=plan)
+
+
+@pytest.mark.parametrize("make", [default_plan, module_plan, simulation])
+def test_a_notebook_shows_the_page(make: Any) -> None:
+    (frame,) = Parsed(make()._repr_html_()).seen
+    assert frame[0] == "iframe"
+    assert frame[1]["srcdoc"] == make().to_html()
+
+
+def test_the_page_of_a_simulation_has_the_memory_of_its_classes() -> None:
+    page, by_peak = Parsed(simulation().to_html()), sorted(simulation().classes, key=lambda one: -one.peak_bytes)
+    assert [[title for title, *_ in bar] for bar in page.bars[: len(by_peak)]] == [
+        [f"{role} {bytes_text(n)}" for role, n in one.memory.items() if n] for one in by_peak
+    ]
+    sent = [float(cells[4][1]) for cells in page.rows if len(cells) == 6 and cells[4][1]]
+    assert sum(sent) == by_peak[0].sent_bytes > 0
+
+
+@pytest.mark.parametrize("make", [default_plan, module_plan, simulation])
 def test_a_page_is_one_file_that_loads_nothing(make: Any) -> None:
     text = make().to_html()
     page = Parsed(text)

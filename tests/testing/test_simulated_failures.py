@@ -395,3 +395,15 @@ def test_a_part_of_a_rank_that_does_not_communicate_can_be_profiled() -> None:
         return len(profile.key_averages())
 
     assert min(world(2).run(profiled)) > 0
+
+
+def test_a_failing_test_shows_the_frames_of_its_author() -> None:
+    def body() -> None:
+        x = DTensor.from_local(torch.ones(2), placements=[Shard(0)])
+        if rank() == 0:
+            x.full_tensor()
+
+    with pytest.raises(DeadlockError) as caught:
+        world(2).run(body)
+    shown = {str(entry.path) for entry in caught.traceback.filter(caught)}
+    assert shown == {__file__}

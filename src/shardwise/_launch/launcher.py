@@ -125,7 +125,10 @@ def _pickled(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     from shardwise._launch.processes import has_main_file  # imports torch, unlike this module
 
     if getattr(inner, "__module__", None) == "__main__" and not has_main_file():
-        raise LaunchError(f"launch cannot send {inner!r} to ranks: it was defined interactively. {advice}")
+        raise LaunchError(
+            f"launch cannot send {inner!r} to ranks: it was defined interactively. {advice} Or run it on simulated "
+            f"ranks of this process: shardwise.testing.world(n).run(…)."
+        )
     try:
         pickle.dumps(fn)
     except Exception as error:

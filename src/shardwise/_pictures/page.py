@@ -1,6 +1,7 @@
 """A page that is one file and loads nothing: figures, bars of ranks, a heat map, and tables that can be sorted."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +102,11 @@ def page(title: str, heading: Iterable[str], sections: Iterable[tuple[str, str, 
         f"<body><header><div><h1>{safe(title)}</h1>{lines}</div></header><main>\n{body}</main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def framed(text: str) -> str:
+    """A page inside a cell of a notebook, apart from the styles of the notebook."""
+    return f'<iframe srcdoc="{escape(text)}" style="width:100%;height:40rem;border:0"></iframe>'
 
 
 def shown_ranks(amounts: Floats, also: Iterable[int] = ()) -> tuple[str, list[int]]:

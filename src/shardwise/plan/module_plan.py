@@ -12,6 +12,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Placement, checked
 from shardwise._layout.parse import read_toml
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, more_bytes_text
+from shardwise._pictures.page import framed
 from shardwise._pictures.report import Report, table_text
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import PlanError, ShardwiseError, TooLargeError, did_you_mean
@@ -285,6 +286,9 @@ class ModulePlan(Report):
         styles = [(key or '""', entry_text(entry)) for key, entry in self.styles.items()]
         units = self._units_text() if self.units else ""
         return module_page(self._heading(), self.mesh, self.step, styles, units, self.reasons, self.tried)
+
+    def _repr_html_(self) -> str | None:
+        return None if self.step is None else framed(self.to_html())
 
 
 class Changes(TypedDict, total=False):

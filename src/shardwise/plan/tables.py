@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._layout import Mesh, Placement, Placements, checked
 from shardwise._pictures.labels import bytes_text, count_text, named_ranks
+from shardwise._pictures.page import framed
 from shardwise._pictures.report import Report, table_text
 from shardwise.embedding.collections import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.configs import EmbeddingConfig
@@ -241,6 +242,9 @@ class TablePlan(Report, Mapping[str, Placement]):
     def to_html(self) -> str:
         """The plan as a page that is one file: memory, time and traffic of ranks, and each table with its runner-up."""
         return tables_page(self._heading(), self._known, 1e-3 * self.milliseconds, self.runner_up)
+
+    def _repr_html_(self) -> str | None:
+        return None if self._planned is None else framed(self.to_html())
 
     @checked
     def save(self, path: str | Path) -> None:

@@ -9,9 +9,12 @@ from math import ceil
 from operator import add
 from textwrap import shorten
 
+import numpy as np
+
 from shardwise._collectives import Ranks
 from shardwise._layout import Layout, Mesh
 from shardwise._pictures.labels import bytes_text, count_text, milliseconds_text, named_ranks
+from shardwise._pictures.page import MOST_BARS, Column, bars, framed, page, sortable
 from shardwise._pictures.report import Report, table_text
 from shardwise._trace import comm_trace
 from shardwise._trace.comm_trace import CommEvent, Listener
@@ -160,15 +163,56 @@ class Simulation(Report):
             found[ranks] = ", ".join(label for label, at in zip(labels, positions, strict=True) if len(set(at)) > 1)
         return found
 
-    def text(self, width: int | None = None, colour: bool = False) -> str:
-        """Whether the step fits and how long it takes; a line for each class; tables of the fullest class."""
-        by_peak = sorted(self.classes, key=lambda one: -one.peak_bytes)
+    def to_html(self) -> str:
+        """A page that is one file: memory and time of the first rank of each class, collectives of the fullest one."""
+        by_peak = self._by_peak()[:MOST_BARS]
+        firsts, roles = [one.ranks[0] for one in by_peak], list({role: 0 for one in by_peak for role in one.memory})
+        memory = np.array([[one.memory.get(role, 0) for role in roles] for one in by_peak], np.float64)
+        times = np.array([(one.compute, one.communication) for one in by_peak], np.float64)
+        sums = self._sums(by_peak[0]).items()
+        table = sortable(
+            Column("axes", [axes for (axes, _, _), _ in sums]),
+            Column("collective", [kind for (_, kind, _), _ in sums]),
+            Column("cause", [cause for (_, _, cause), _ in sums]),
+            Column("calls", [calls for _, (calls, _, _) in sums], "{:,.0f}".format),
+            Column("sent", [sent for _, (_, sent, _) in sums], bytes_text),
+            Column("time", [seconds for *_, (_, _, seconds) in sums], milliseconds_text),
+        )
+        of = [[bytes_text(x) for x in memory[0]], [milliseconds_text(x) for x in times[0]]]
+        parts = ["compute", "communication"]
+        return page(
+            "A simulated step",
+            self._heading(by_peak),
+            [
+                (
+                    "Memory",
+                    "Of the first rank of each class at the peak.",
+                    bars(roles, of[0], firsts, memory, bytes_text),
+                ),
+                ("Time", "Nothing overlaps.", bars(parts, of[1], firsts, times, milliseconds_text)),
+                ("Collectives", f"Of rank {firsts[0]} in a step.", table),
+            ],
+        )
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+    def _by_peak(self) -> list[RankClass]:
+        return sorted(self.classes, key=lambda one: -one.peak_bytes)
+
+    def _heading(self, by_peak: Sequence[RankClass]) -> list[str]:
         lines = [f"{self.mesh}: {count_text(self.mesh.size(), 'rank')}", self._fit(by_peak)]
         if self.topology is not None:
             slowest = max(self.classes, key=lambda one: one.seconds)
             times = slowest.seconds, slowest.compute, slowest.communication
             step, compute, communication = map(milliseconds_text, times)
             lines.append(f"A step takes {step} if nothing overlaps: {compute} of ops, {communication} of collectives.")
+        return lines
+
+    def text(self, width: int | None = None, colour: bool = False) -> str:
+        """Whether the step fits and how long it takes; a line for each class; tables of the fullest class."""
+        by_peak = self._by_peak()
+        lines = self._heading(by_peak)
         if by_peak[1:]:
             hidden = len(by_peak) - SHOWN_CLASSES
             rows = [self._row(one) for one in by_peak[:SHOWN_CLASSES]]
@@ -208,14 +252,18 @@ class Simulation(Report):
         sizes = bytes_text(one.peak_bytes), bytes_text(one.sent_bytes)
         return named_ranks(one.ranks, NAMED), *sizes, compute, milliseconds_text(one.communication)
 
-    def _traffic(self, one: RankClass, width: int | None) -> str:
-        sums: dict[tuple[str, ...], tuple[float, ...]] = defaultdict(lambda: (0, 0, 0.0))
+    def _sums(self, one: RankClass) -> dict[tuple[str, str, str], tuple[float, ...]]:
+        """Calls, bytes and seconds by axes, kind and cause."""
+        sums: dict[tuple[str, str, str], tuple[float, ...]] = defaultdict(lambda: (0, 0, 0.0))
         for collective in one.collectives:
             cause = shorten(collective.cause_of_layers, CAUSE, placeholder=" …")
-            figures = 1, collective.sent_bytes, collective.seconds
-            for key in ((self.axes(collective), collective.kind, cause), ()):  # the latter of all
-                sums[key] = tuple(map(add, sums[key], figures))
-        total = sums.pop((), (0, 0, 0.0))
+            key = self.axes(collective), collective.kind, cause
+            sums[key] = tuple(map(add, sums[key], (1, collective.sent_bytes, collective.seconds)))
+        return sums
+
+    def _traffic(self, one: RankClass, width: int | None) -> str:
+        sums = self._sums(one)
+        total = tuple(map(sum, zip(*sums.values(), strict=True))) or (0, 0, 0.0)
         hidden = len(sums) - SHOWN_CAUSES
         lines = sorted(sums.items(), key=lambda item: -item[1][2])[:SHOWN_CAUSES]
         lines.append(((f"all, also {hidden} more" if hidden > 0 else "all", "", ""), total))

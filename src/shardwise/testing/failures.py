@@ -1,6 +1,7 @@
 """Errors of runs whose ranks fail or hang, or that cannot start."""
 
 import contextlib
+import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,17 @@ _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of 
 
 
 def first_error(errors: Mapping[int, BaseException], world: str) -> BaseException:
-    """The error to raise for a run of `world` ranks: that of the lowest that failed by itself, with notes on others."""
+    """The error to raise for a run of `world` ranks: that of the lowest that failed by itself, with notes on others.
+
+    A failing test shows the frames of its author: pytest leaves out modules that say so, but with --full-trace.
+    """
     own = {rank: error for rank, error in errors.items() if not isinstance(error, _CONSEQUENCES)} or errors
     first = min(own)
     error = own[first]
     error.add_note(f"on rank {first} of {world}")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("shardwise."):
+            frame.f_globals["__tracebackhide__"] = True
     same = [rank for rank in sorted(own) if (type(own[rank]), str(own[rank])) == (type(error), str(error))]
     if len(same) > 1:
         error.add_note(f"ranks {', '.join(map(str, same))} raised the same")
