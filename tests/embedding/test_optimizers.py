@@ -1,5 +1,6 @@
 """Fused optimizers beside dense gradients and `torch.optim`."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from shardwise import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._layout import Box
-from shardwise.embedding import EmbeddingConfig
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig, shard_embeddings
 from shardwise.embedding.optimizers import (
     SGD,
     Adagrad,
@@ -24,6 +26,7 @@ from shardwise.embedding.optimizers import (
     RowWiseLamb,
 )
 from shardwise.errors import ConfigError
+from shardwise.testing import world
 from tests.embedding.kernel_cases import Lookup, lookups, stack_of
 from tests.embedding.one_process import OneTable
 from tests.strategies import laws
@@ -157,3 +160,35 @@ WRONG: list[tuple[str, object, str]] = [
 def test_numbers_outside_of_their_range_are_refused(name: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError, match=f"RowWiseAdam: {name} is .*, expected {expected}"):
         replace(RowWiseAdam(0.1), **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "warns"),
+    [
+        (RowWiseAdagrad(lr=0.1), True),
+        (RowWiseAdam(lr=0.1), True),
+        (Lamb(lr=0.1), True),
+        (SGD(lr=0.1, max_gradient_norm=1.0), True),
+        (SGD(lr=0.1), False),
+        (Adagrad(lr=0.1), False),
+        (Adam(lr=0.1), False),
+    ],
+)
+def test_norms_of_local_columns_are_said(optimizer: RowOptimizer, warns: bool) -> None:
+    """Exactly the tables whose weights would be those of one process are not named."""
+    names = ["rows", "columns", "one", "both"]
+    tables = [EmbeddingBagConfig(10, 4, name, feature_names=[name]) for name in names]
+    placements: dict[str, list[Placement]] = {
+        "rows": [Shard(0), Replicate()],
+        "columns": [Replicate(), Shard(1)],
+        "one": [OnRanks(1), Replicate()],
+        "both": [Shard(0), Shard(1)],
+    }
+
+    def shard() -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            shard_embeddings(EmbeddingBagCollection(tables=tables), placements, Mesh((2, 2)), optimizer)
+        return [str(one.message).split(":")[0] for one in found]
+
+    assert world(4).run(shard) == [["columns, both"] if warns else []] * 4

@@ -91,6 +91,11 @@ class RowOptimizer:
         return change.add_(now, alpha=-self.lr * self.weight_decay) if self.decoupled_weight_decay else change
 
     @property
+    def reads_all_columns(self) -> bool:
+        """Whether a change depends on all columns of its row, of which a rank has only its own."""
+        return bool(self.of_rows) or self.max_gradient_norm is not None
+
+    @property
     def _reads_rows(self) -> bool:
         """Whether a change depends on its row."""
         return self.weight_decay > 0
@@ -218,6 +223,10 @@ class Lamb(Adam):
         norm, of_change = _norm(now), _norm(change)
         ratio = torch.where((norm > 0) & (of_change > 0), norm * self.lr / of_change, 1)
         return change.mul_(ratio)
+
+    @property
+    def reads_all_columns(self) -> bool:
+        return True
 
     @property
     def _reads_rows(self) -> bool:

@@ -1,5 +1,6 @@
 """Sharded collections, and `shard_embeddings`, which makes them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise import _collectives as collectives
 from shardwise._collectives import DeviceMesh
-from shardwise._layout import Layout, Mesh, Placements, as_placements, checked
+from shardwise._layout import Layout, Mesh, Placements, Shard, as_placements, checked
 from shardwise._lookups.bad_ids import NO_BATCH
 from shardwise._lookups.row_requests import join_requests
 from shardwise._tensor import DTensor
@@ -19,6 +20,7 @@ from shardwise._tensor.dispatch.hooks import expect_equal_options
 from shardwise._tensor.dtensor import as_parameter, check_owners
 from shardwise._torch_bridge.module_sharding import named_parameters, refuse_hooks
 from shardwise._trace.capture_hooks import tracing_paused
+from shardwise._trace.user_stack import call_site
 from shardwise.embedding.batch import Batch, code
 from shardwise.embedding.batch_lookup import BatchLookup, versions_of
 from shardwise.embedding.collections import (
@@ -59,6 +61,7 @@ from shardwise.embedding.tables import (
 from shardwise.errors import ConfigError, PlanError, ShardwiseError
 
 Optimizers = Sequence[RowOptimizer]  # of each table
+LISTED = 5  # tables in a warning
 
 
 class _Sharded(Collection):
@@ -461,6 +464,27 @@ def _refuse_frozen(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
+def _warn_of_local_columns(names: Sequence[str], layouts: Sequence[Layout], optimizers: Optimizers) -> None:
+    """Say once which tables are trained otherwise than in one process."""
+    found = [
+        name
+        for name, layout, one in zip(names, layouts, optimizers, strict=True)
+        if one.reads_all_columns
+        and any(
+            isinstance(placement, Shard) and placement.dim == 1 and size > 1
+            for placement, size in zip(layout.placements, layout.mesh.shape, strict=True)
+        )
+    ]
+    if found:
+        listed, site = ", ".join(found[:LISTED]) + ", …" * (len(found) > LISTED), call_site()
+        text = (
+            f"{listed}: sharded along columns, and the optimizer takes norms or means of rows: of the columns that a "
+            f"rank holds, as in fbgemm, so the weights are not those of one process. Fix: shard rows, keep full tables by OnRanks, "
+            f"or use SGD, Adagrad or Adam."
+        )
+        warnings.warn_explicit(text, UserWarning, *((site.file, site.line) if site else (__file__, 1)))
+
+
 @checked
 def shard_embeddings(
     collection: EmbeddingBagCollection | EmbeddingCollection,
@@ -515,6 +539,8 @@ def shard_embeddings(
     layouts = [
         Layout(where, as_placements(where, plan.get(c.name)), (c.num_embeddings, c.embedding_dim)) for c in configs
     ]
+    if optimizers:
+        _warn_of_local_columns(names, layouts, optimizers)
     if isinstance(collection, EmbeddingBagCollection):
         return ShardedEmbeddingBagCollection(collection, layouts, optimizers, kernels, dtypes)
     return ShardedEmbeddingCollection(collection, layouts, optimizers, kernels, dtypes)
