@@ -144,7 +144,7 @@ class _RingAttention(TensorFunction):
 def _gradients(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, logs: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the local tensors. The gradient of a block follows it around the ring, and returns to its rank."""
+    """Gradients of the local tensors. The gradient of a block follows it around the ring, and returns to its rank."""
     queries, shape, exchange = as_accumulator(query), _batch_shape(query, key, value), ring.exchange.for_backward()
     inner = (grad * out).sum(-1, keepdim=True)
     of_query, own = queries.new_zeros(*shape, *query.shape[-2:]), queries.new_empty(0)

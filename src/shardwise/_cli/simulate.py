@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _topology(args: argparse.Namespace, ranks: int) -> "Topology":
-    """As many hosts as the ranks take, with measured costs that the environment names for such devices."""
+    """Hosts for all ranks, with the measured costs that the environment names for such devices."""
     from shardwise.simulation.topology import Topology
 
     memory = None if args.memory is None else parse_bytes(args.memory)

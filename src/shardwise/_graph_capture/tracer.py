@@ -553,7 +553,7 @@ def _memory(x: Tensor) -> tuple[Any, ...] | None:
 
 
 def identity(x: torch.Generator) -> int:
-    """Of its C++ object: an op gets another object of Python for it."""
+    """The identity of its C++ object: an op gets another Python object for it."""
     return int(x._cdata)  # type: ignore[attr-defined]  # not in torch's stubs
 
 

@@ -330,7 +330,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kinds_of_others(annotation: object) -> dict[str, Kind | None]:
-    """Of `**others: Unpack[...]` of a typed dict, what each name asks for."""
+    """What each name of a typed dict asks for, in `**others: Unpack[...]`."""
     if get_origin(annotation) is not Unpack:
         return {}
     (named,) = get_args(annotation)

@@ -253,14 +253,14 @@ class Layout:
         return self.strides or contiguous_strides(self.shape)
 
     def with_strides(self, strides: Sequence[int]) -> "Layout":
-        """The same boxes of a global tensor with these strides, in elements."""
+        """The layout with equal boxes of a global tensor with these strides, in elements."""
         if strides == self.stride():
             return self
         return Layout(self.mesh, self.placements, self.shape, self.shard_order, strides)
 
     @property
     def row_major(self) -> "Layout":
-        """The same boxes of a row-major global tensor."""
+        """The layout with equal boxes of a row-major global tensor."""
         return self if self.strides is None else self.replace()
 
     @property

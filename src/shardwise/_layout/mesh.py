@@ -262,7 +262,7 @@ _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("meshes", default=())
 
 
 def entered_mesh() -> Mesh | None:
-    """That of the innermost `with mesh:`."""
+    """The mesh of the innermost `with mesh:`."""
     return (_entered.get() or (None,))[-1]
 
 

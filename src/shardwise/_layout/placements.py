@@ -124,7 +124,7 @@ def axis_names(mesh: Mesh, placements: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def placements_text(mesh: Mesh, placements: Sequence[T], text: Callable[[T], str] = repr) -> str:
-    """As `as_placements` takes them: by axis name if the mesh has names, else as a list."""
+    """The placements as `as_placements` takes them: by axis name if the mesh has names, else as a list."""
     texts = [text(placement) for placement in placements]
     if mesh.names is None:
         return f"[{', '.join(texts)}]"

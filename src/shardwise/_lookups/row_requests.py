@@ -40,7 +40,7 @@ class RowRequests:
         return F.pad(self.lengths.cumsum(0, dtype=self.lengths.dtype), (1, 0))
 
     def only(self, ranks: Sequence[int]) -> "RowRequests":
-        """Those of some of the ranks, given by position."""
+        """The requests of some of the ranks, given by position."""
         if len(ranks) == len(self.runs):
             return self
         return RowRequests(

@@ -88,7 +88,7 @@ def embedding_rows(*args: object, **kwargs: object) -> list[Row]:
 
 
 def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
-    """With a `max_norm`, only rows that keep the layout of the table, which changes in place."""
+    """Keep only rows that keep the layout of the table if there is a `max_norm`: the table changes in place."""
     if named["max_norm"] is None:
         return rows
     rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]

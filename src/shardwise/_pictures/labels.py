@@ -73,7 +73,7 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 
 def placement_text(placement: Placement) -> str:
-    """As in Python, but long lists of boxes or sizes as their number."""
+    """The placement as in Python, but long lists of boxes or sizes as their number."""
     if isinstance(placement, Boxes) and (count := sum(map(len, placement.boxes))) > LONG_LIST // 4:
         return f"Boxes({count} of them)"
     if isinstance(placement, Shard) and (count := sum(map(len, rows_of(placement.sizes or (), 1)))) > LONG_LIST:

@@ -86,7 +86,7 @@ class Segments:
 
     @property
     def lengths(self) -> list[int]:
-        """In elements; the summary counts as the longest other one, to leave room for the others."""
+        """Lengths in elements; the summary counts as the longest other one, to leave room for the others."""
         found = [b - a for a, b in pairwise(self.edges)]
         if self.summary is not None:
             found[self.summary] = max(length for i, length in enumerate(found) if i != self.summary)
@@ -211,7 +211,7 @@ def _of_boxes(holders: Holders, limits: Sequence[Limit]) -> Scene:
 
 
 def _coarse(edges: list[int], limit: Limit) -> Segments:
-    """Those in the middle are merged if they are too many."""
+    """Merge segments in the middle if they are too many."""
     if len(edges) - 1 <= limit.most:
         return Segments(tuple(edges))
     after = (limit.shown - 1) // 2

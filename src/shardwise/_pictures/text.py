@@ -154,7 +154,7 @@ def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int],
 
 
 def _side_by_side(blocks: Sequence[Block], width: int) -> Iterator[str]:
-    """As many blocks in a row as there is room for."""
+    """Place as many blocks in a row as there is room for."""
     while blocks:
         count = 1
         while count < len(blocks) and sum(len(b[0]) + 2 for b in blocks[: count + 1]) - 2 <= width:

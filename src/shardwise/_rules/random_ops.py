@@ -122,7 +122,7 @@ def _sampler(name: str, dtype: torch.dtype, args: Sequence[Any], kwargs: Kwargs)
 
 
 def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: Kwargs) -> tuple[int, int]:
-    """From `(high)` or `(low, high)`; without high, up to the largest range of exact integers of the dtype."""
+    """The range of `(high)` or `(low, high)`; without high, the largest range of exact integers of the dtype."""
     low, high = (kwargs.get("from", kwargs.get("low")), kwargs.get("to", kwargs.get("high")))
     if len(args) == 1 and high is None:
         high = args[0]

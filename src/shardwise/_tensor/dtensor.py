@@ -189,7 +189,7 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
         shard_order: Sequence[int] | None = None,
     ) -> "DTensor":
-        """The same global tensor in another layout, on this mesh or another one.
+        """The global tensor in another layout, on this mesh or another one.
 
         Args:
             device_mesh: the new mesh; None keeps the mesh. All ranks of both meshes must call.
@@ -361,7 +361,7 @@ class DTensor(torch.Tensor):
     # ---- autograd -------------------------------------------------------------------------------------------
 
     def detach(self) -> "DTensor":
-        """The same tensor without history; it keeps its sharding spec and shards, because `nn.Parameter` detaches."""
+        """The tensor without history; it keeps its sharding spec and shards, because `nn.Parameter` detaches."""
         return remembering(self, _detach(self))
 
     @property  # `implement` puts `read_grad` and `write_grad` themselves in its place: one frame fewer

@@ -89,7 +89,7 @@ def checking(
     taken: Callable[..., tuple[Iterable[Tensor], object]],
     check: Callable[[Iterable[Tensor], object], None] = check_replicas,
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """From a function of torch to one that checks first; `taken` returns the tensors and the group of a call."""
+    """Wrap a function of torch so that it checks first; `taken` returns the tensors and the group of a call."""
 
     def replacement(original: Callable[..., T]) -> Callable[..., T]:
         @wraps(original, assigned=("__module__", "__name__", "__doc__"), updated=())

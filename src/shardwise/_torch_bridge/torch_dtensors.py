@@ -70,7 +70,7 @@ def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Te
 
 
 def _split_factors(layout: Layout) -> list[int]:
-    """Of each axis: into how many shards axes to its right have divided its dim before."""
+    """The number of shards of each axis into which axes to its right have divided its dim before."""
     dims = [getattr(placement, "dim", None) for placement in layout.placements]
     factors = _factors(layout.mesh, dims, layout.shard_order)
     for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:

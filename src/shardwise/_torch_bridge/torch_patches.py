@@ -62,7 +62,7 @@ class Patch:
         return [f"torch.{name}" for name in self.names.split()]
 
     def originals(self) -> list[tuple[Any, str, Any]]:
-        """Of each target the module or class, the attribute's name and its present value."""
+        """The module or class of each target, the attribute's name and its present value."""
         found = []
         for target in self.targets:
             owner_name, _, name = target.rpartition(".")

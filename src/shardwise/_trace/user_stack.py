@@ -192,7 +192,7 @@ def format_call_sites(stack: Sequence[StackFrame], limit: int = 3) -> str:
 
 
 def format_running(stack: Sequence[StackFrame]) -> str:
-    """As `format_call_sites`, after the innermost frame if that is not user code."""
+    """Format as `format_call_sites`, after the innermost frame if that is not user code."""
     if not stack:
         return "running, and gave no stack"
     inside = "" if stack[0].is_user_code else f" {stack[0]}"

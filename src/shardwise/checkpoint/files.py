@@ -65,7 +65,7 @@ def check_export_dtype(dtype: torch.dtype | None) -> None:
 
 
 def export_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """In an export with `dtype`, that of a tensor which is stored in `stored`."""
+    """The dtype in an export with `dtype` of a tensor that is stored in `stored`."""
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 

@@ -250,7 +250,7 @@ class _Wanted(NamedTuple):
 
 
 def _neighbors(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Those that are read together: extents next to each other, of WINDOW_BYTES at most if they are several."""
+    """Groups that are read together: extents next to each other, of WINDOW_BYTES at most if they are several."""
     group, first, last = list[_Wanted](), 0, -1
     for one in sorted(wanted, key=itemgetter(0)):
         start, stop, extent, _ = one
@@ -328,7 +328,7 @@ class _Data:
             self._copy(0, full, target, box)
 
     def _copy(self, start: int, full: Box, target: Tensor, box: Box) -> None:
-        """The same for a part of the extent, the box `full` of which begins at byte `start`."""
+        """Read a part of the extent, the box `full` of which begins at byte `start`."""
         common = full.intersect(box)
         assert common is not None, f"{full} and {box} share nothing"
         inner, destination = common.relative_to(full), target[common.relative_to(box)]

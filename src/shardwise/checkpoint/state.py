@@ -113,7 +113,7 @@ def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
 
 
 def new_memory(tensors: Mapping[str, LocalBoxes]) -> tuple[dict[str, LocalBoxes], list[Part]]:
-    """The same boxes of all tensors on the CPU, whose elements have no values yet, and as parts to be read.
+    """All tensors with their boxes on the CPU, whose elements have no values yet, and as parts to be read.
 
     NumPy asks the system for large pages, torch does not: the faults of small ones took half of the time of a load.
     """

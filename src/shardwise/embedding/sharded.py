@@ -479,8 +479,8 @@ def _warn_of_local_columns(names: Sequence[str], layouts: Sequence[Layout], opti
         listed, site = ", ".join(found[:LISTED]) + ", …" * (len(found) > LISTED), call_site()
         text = (
             f"{listed}: sharded along columns, and the optimizer takes norms or means of rows: of the columns that a "
-            f"rank holds, as in fbgemm, so the weights are not those of one process. Fix: shard rows, keep full tables by OnRanks, "
-            f"or use SGD, Adagrad or Adam."
+            f"rank holds, as in fbgemm, so the weights are not those of one process. Fix: shard rows, keep full "
+            f"tables by OnRanks, or use SGD, Adagrad or Adam."
         )
         warnings.warn_explicit(text, UserWarning, *((site.file, site.line) if site else (__file__, 1)))
 

@@ -48,7 +48,7 @@ class Option:
 
     @cached_property
     def largest(self) -> Floats:
-        """On any of its ranks, [1 + phases]."""
+        """The largest cost on any of its ranks, [1 + phases]."""
         found: Floats = self.cost.max((0, 1)) + self.everywhere
         return found
 
@@ -145,7 +145,7 @@ class Problem:
 
     @property
     def largest(self) -> Floats:
-        """The same of each phase, in seconds, [options, phases]."""
+        """The largest cost of each phase, in seconds, [options, phases]."""
         return self.most[:, 1:] * self.ranks.inside
 
     @cached_property

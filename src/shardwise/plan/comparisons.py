@@ -24,7 +24,7 @@ STEPS = 3  # that are timed
 
 
 class PlanChange(NamedTuple):
-    """By how much another choice differs; above 0 it needs more.
+    """The differences of another choice; above 0 it needs more.
 
     Attributes:
         sharding: the other choice.
@@ -56,7 +56,7 @@ class Figure(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Of the measured one, as a part of the predicted one."""
+        """The difference of measured and predicted, as a share of the predicted one."""
         return self.measured / self.predicted - 1 if self.predicted else float(bool(self.measured))
 
 

@@ -19,7 +19,7 @@ MOST_NAMED = 3  # tables
 SMALLER = {Adagrad: RowWiseAdagrad, Adam: RowWiseAdam, Lamb: RowWiseLamb}
 
 Least = Callable[[Request], tuple[Floats, Floats]]
-"""Of each table, the bytes that its smallest sharding takes on all ranks together, and on its fullest rank."""
+"""The bytes that the smallest sharding of each table takes on all ranks together, and on its fullest rank."""
 
 
 def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float | None) -> str:

@@ -256,7 +256,7 @@ class Search:
 
 
 def reasons_of(found: Found) -> list[Reason]:
-    """Of each parameter the choice and the next best one, with all others free to follow it."""
+    """The choice of each parameter and the next best one, with all others free to follow it."""
     graph, problem = found.costs.graph, found.problem
     chosen = problem.chosen(found.solution)
     numbers = {first: i for i, first in enumerate(sorted(set(graph.first)))}

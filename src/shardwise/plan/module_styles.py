@@ -1,4 +1,4 @@
-"""From choices to a plan of `parallelize_module`: styles of modules, and placements of the other parameters.
+"""Turns choices into a plan of `parallelize_module`: styles of modules, and placements of the other parameters.
 
 Layers of features get `ColwiseParallel` or `RowwiseParallel`, modules that run on a shard of the sequence
 `SequenceParallel`, other redistributions at boundaries `PrepareModuleInput` and `PrepareModuleOutput`. Each output

@@ -203,7 +203,7 @@ class _Tracer:
         return result
 
     def _boundary(self, x: object, name: str, is_output: bool) -> object:
-        """The same tensor as another object, whose node is a boundary."""
+        """A new object for the tensor, whose node is a boundary."""
         if not isinstance(x, DTensor):
             return x
         source = self.value(x)

@@ -39,7 +39,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By what share of the bound the assignment is above it, at most."""
+        """The share of the bound by which the assignment is above it, at most."""
         assert self.assignment is not None
         return max(0.0, self.assignment.value / self.value - 1) if self.value else 0.0
 
@@ -94,7 +94,7 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
 
 
 def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> tuple[int, ...]:
-    """Of each table the option that raises the bound least, among those whose blocks are small enough."""
+    """The option of each table that raises the bound least, among those whose blocks are small enough."""
     found = []
     for start, stop in pairwise(problem.starts):
         fits, of_table = problem.fits[start:stop], filled[start:stop]
@@ -107,7 +107,7 @@ def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> t
 
 
 def _smallest(problem: Problem) -> tuple[int, ...]:
-    """Of each table the option whose fullest rank has least memory."""
+    """The option of each table whose fullest rank needs least memory."""
     memory = problem.most[:, MEMORY]
     return tuple(int(memory[a:b].argmin()) for a, b in pairwise(problem.starts))
 
@@ -164,7 +164,7 @@ class _Packing:
         return found
 
     def cost(self) -> float:
-        """Of all ranks and hosts."""
+        """The cost of all ranks and hosts."""
         return float(self.excess(self.loads).sum()) + float(self.excess_of_hosts(self.hosts).sum())
 
     # ---- placing -----------------------------------------------------------------------------------------------

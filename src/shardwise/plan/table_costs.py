@@ -79,7 +79,7 @@ class BatchShape:
     @classmethod
     @checked
     def of(cls, features: KeyedJaggedTensor) -> "BatchShape":
-        """That of a batch."""
+        """The shape of a batch."""
         bags = features.stride_per_key()
         ids = zip(features.keys(), features.length_per_key(), bags, strict=True)
         return cls(max(bags), {name: n / max(of_key, 1) for name, n, of_key in ids})

@@ -75,7 +75,7 @@ class Division:
         return Shards(np.tile(first, count), np.tile(rows, count), np.repeat(np.array(self.cols, np.int64), len(rows)))
 
     def placement(self, places: Sequence[int], ranks: int) -> Placement:
-        """On a mesh of one axis of all ranks."""
+        """The placement on a mesh of one axis of all ranks."""
         if self.pinned is not None:
             return self.pinned.placements[0]
         if self.replicated:

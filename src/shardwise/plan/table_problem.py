@@ -51,7 +51,7 @@ class Planned:
     value: float
 
     def placements(self) -> dict[str, Any]:
-        """Of each table, on a mesh of one axis."""
+        """The placement of each table, on a mesh of one axis."""
         found, ranks = {}, self.request.topology.ranks
         chosen = zip(self.units, self.divisions, self.assignment.choice, self.assignment.places, strict=True)
         for tables, of_unit, choice, places in chosen:
@@ -118,7 +118,7 @@ def _search(request: Request) -> Planned | None:
 
 
 def least_memory(request: Request) -> tuple[Floats, Floats]:
-    """Of each table, the bytes of its smallest sharding on all ranks together, and on its fullest rank."""
+    """The bytes of the smallest sharding of each table on all ranks together, and on its fullest rank."""
     costs = _costs(request)
     units, options = _units(request, costs)
     total, fullest = np.zeros(len(costs)), np.zeros(len(costs))

@@ -49,7 +49,7 @@ class Request:
 
     @property
     def dtypes(self) -> MessageDtypes:
-        """Of messages of results and of gradients."""
+        """The dtypes of the messages of results and of gradients."""
         return MessageDtypes(self.forward_dtype, self.backward_dtype)
 
     @property

@@ -85,7 +85,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     @property
     def milliseconds(self) -> float:
-        """Of the embedding part of a step: forward, backward, and update."""
+        """The time of the embedding part of a step: forward, backward, and update."""
         planned = self._known
         return 1e3 * (planned.assignment.value + speeds(planned.request.topology)[2])
 

@@ -73,7 +73,7 @@ class RankClock:
         self.memory.seconds = 0.0
 
     def collectives(self) -> tuple[Timed, ...]:
-        """Those since, with their times."""
+        """The collectives since the restart, with their times."""
         ranks = self.mesh.sorted_ranks
         return tuple([
             replace(one, seconds=self.costs.seconds(one.kind, one.ranks, ranks, one.received_bytes))

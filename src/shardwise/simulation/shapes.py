@@ -34,7 +34,7 @@ DATA_AXES = ("dp", "fs")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Of a shape."""
+    """The options of a shape."""
 
     layers: int | None = None  # as many as the model has
     batch_size: int = 1  # examples of each shard of the batch

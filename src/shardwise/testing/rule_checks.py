@@ -213,7 +213,7 @@ def _is_possible(x: Tensor, placement: Placement) -> bool:
 
 
 def _layouts(call: _Call, mesh: Mesh, limit: int) -> list[tuple[Layout, ...]]:
-    """Those of all rows, then a seeded choice of combinations up to `limit`."""
+    """The layouts of all rows, then a seeded choice of combinations up to `limit`."""
     rng, tensors = random.Random(0), call.tensors
     converter = DTensorConverter(mesh, call.args, call.kwargs, uneven=True, empty=True, partial=True, bools=True)
     choices = [converter.layouts_for_arg(x) for x in tensors]

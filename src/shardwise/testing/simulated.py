@@ -114,7 +114,7 @@ class _Rank:
         return format_running(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
     def stack(self) -> list[StackFrame]:
-        """Of the thread that communicates, if it is another one than the rank's own and that waits for it."""
+        """The frames of the thread that communicates: the rank's own, or one for which it waits."""
         frames = sys._current_frames()
         return list(frames_of(frames.get(self.threads.ident) or frames.get(self.thread.ident or 0)))
 

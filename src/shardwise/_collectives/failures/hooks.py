@@ -69,7 +69,7 @@ class ExitHooks:
         self._before_in_threads(args)
 
     def _finish(self) -> None:
-        """At the end of a program, and in the `finally` of a child process, where its exception is still visible."""
+        """Runs at the end of a program, and in the `finally` of a child process, which still sees its exception."""
         error = sys.exception()
         if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
             error = error.__context__  # a wrapper's way to end after an exception

@@ -199,7 +199,7 @@ def _cached_views(
 
 
 def _specialize_slices(call: ViewCall, ctx: LocalContext) -> LocalFunction | None:
-    """If this rank has elements and no rank sends any: the slices of its local tensor."""
+    """The slices of the local tensor if this rank has elements and no rank sends any."""
     views, several = _cached_views(*call)
     if not ctx.layouts[0].boxes(ctx.rank) or any(_sends_index(view, ctx) for view in views):
         return None
@@ -327,7 +327,7 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[Group]:
 
 
 def _specialize_view(groups: tuple[Group, ...], is_view: bool, ctx: LocalContext) -> LocalFunction | None:
-    """If no element is sent: the local tensor under its new dims."""
+    """The local tensor under its new dims, if no element is sent."""
     held = _held(ctx)
     if any(_to_regroup(ctx, held, old) for old, _ in groups):
         return None

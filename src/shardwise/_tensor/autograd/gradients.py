@@ -265,7 +265,7 @@ def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
 
 
 def _not_a_view(gradient: Tensor) -> Tensor:
-    """The same memory. Ranks with an empty shard, or with none, compute gradients otherwise: not all would be views."""
+    """The gradient in its memory, not a view: ranks with an empty shard compute it otherwise, where it is none."""
     return torch.ops.aten._unsafe_view(gradient, gradient.shape) if gradient._is_view() else gradient
 
 
@@ -282,7 +282,7 @@ class _Conversion(TensorFunction):
 
 
 class ToPlain(_Conversion):
-    """From a DTensor to a plain tensor, whose gradient has `grad_layout`."""
+    """A DTensor to a plain tensor, whose gradient has `grad_layout`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -292,7 +292,7 @@ class ToPlain(_Conversion):
 
 
 class FromPlain(_Conversion):
-    """From a plain tensor to a DTensor; the plain tensor's gradient has `grad_layout`."""
+    """A plain tensor to a DTensor; the plain tensor's gradient has `grad_layout`."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

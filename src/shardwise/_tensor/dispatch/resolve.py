@@ -1,4 +1,4 @@
-"""From an op and the layouts of its operands to a recipe. Pure; `recipes.py` caches the answers."""
+"""Resolves an op and the layouts of its operands to a recipe. Pure; `recipes.py` caches the answers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """In the arguments of a call: the place of tensor operand `number`."""
+    """The place of tensor operand `number` in the arguments of a call."""
 
     number: int
 
@@ -149,7 +149,7 @@ def _shapes_of(op: Callable[..., Any], out: object) -> Shapes:
 
 
 class Output(Enum):
-    """Of an op whose results have no layout in the recipe."""
+    """The result of an op whose results have no layout in the recipe."""
 
     IN_PLACE = "the first operand, which keeps its layout"
     OF_DATA = "known after the op ran: see `Recipe.rows`"
@@ -409,7 +409,7 @@ def _candidates(rule: OpRule, call: SlottedCall, axis: int) -> tuple[Row, ...]:
 
 
 def _alone(row: Row, every: Sequence[Row]) -> Row:
-    """On an axis of one rank nothing is sharded, so the rank runs what it runs on replicated operands."""
+    """Choose as for replicated operands on an axis of one rank: nothing is sharded there."""
     if row.local_impl is None or any(isinstance(p, Boxes) for p in row.inputs):  # boxes are in an order of their own
         return row
     replicated = next(r for r in every if all(p == REPLICATE for p in r.inputs))

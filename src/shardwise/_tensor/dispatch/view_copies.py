@@ -171,7 +171,7 @@ def copies_of_memory(x: DTensor) -> Iterable[Copy]:
 
 
 def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
-    """The same for many tensors, most of which are not views and have none."""
+    """Copies for many tensors, most of which are not views and have none."""
     with DisableTorchFunctionSubclass():
         changed = [x for x in tensors if type(x) is DTensor and (LIVING or x._is_view())]
     return [copy for x in changed for copy in before_change(name, x)]

@@ -156,7 +156,7 @@ def fully_shard(
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are inside no other one."""
+    """The modules that are inside no other one."""
     return [x for x in dict.fromkeys(modules) if not any(x is not other and x in other.modules() for other in modules)]
 
 

@@ -399,7 +399,7 @@ _thread = _Thread()
 
 
 def _end_after_backward(gathered: FullParameters) -> None:
-    """At the end of the backward that runs, free what is left then: parameters that need no gradient."""
+    """Free what is left at the end of the backward that runs: parameters that need no gradient."""
     if _thread.backward != gathered.backward:
         filled = _thread.filled = []
         _thread.backward = gathered.backward
@@ -549,7 +549,7 @@ class Unit:
         return self.slots.find() if self.shown is None else self.shown.slots
 
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
-        """Those of the forward that begins: in a backward its own, else those that were started, or new ones."""
+        """The parameters of the forward that begins: in a backward its own, else started or new ones."""
         if not (slots := self.find_slots()):
             return None
         key, options = (as_dtensors, self.data_ranks), self.options
@@ -641,7 +641,7 @@ def _gradient_dtype(parameter: DTensor) -> torch.dtype | None:
 
 
 def _kept_dtype(parameter: DTensor, reduce_dtype: torch.dtype) -> torch.dtype:
-    """In which gradients are added before they are reduced: where the user chose a dtype of gradients, not below it."""
+    """The dtype in which gradients are added before they are reduced, not below the one that the user chose."""
     chosen = _gradient_dtype(parameter)
     return reduce_dtype if chosen in (None, parameter.dtype) else torch.promote_types(reduce_dtype, chosen)
 
