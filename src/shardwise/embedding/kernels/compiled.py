@@ -387,8 +387,8 @@ class CompiledKernels(Kernels):
         self, index: RowIndex, values: Tensor, feature: Tensor, first: Tensor, num_units: int
     ) -> RowUses | None:
         *arrays, once = make_row_uses(values.numpy(), feature.numpy(), first.numpy(), num_units, *index)
-        *found, offsets = map(torch.from_numpy, arrays)
-        return RowUses(*found, None if once else offsets)
+        rows, counts, targets, target_offsets, sources, offsets = map(torch.from_numpy, arrays)
+        return RowUses(rows, counts, targets, target_offsets, sources, None if once else offsets)
 
     def update(self, optimizer: object, stack: Stack, by_row: ByRow, gradient: Tensor) -> bool:
         formula = FORMULAS.get(plain_kind(optimizer))
