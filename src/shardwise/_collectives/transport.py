@@ -161,17 +161,18 @@ def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool 
     length = len(data).to_bytes(LENGTH_BYTES, "little")
     first, rest = data[:FIRST_BYTES].ljust(FIRST_BYTES), data[FIRST_BYTES:]  # JSON may end with spaces
     sent = [LENGTH_BYTES + FIRST_BYTES * count for count in copies]
-    received = [LENGTH_BYTES + FIRST_BYTES * gets] * len(ranks)
-    found = exchange(_as_tensor(b"".join(length + first * count for count in copies)), sent, received, ranks)
-    firsts = [part.numpy().tobytes() for part in found.split(received)]
+    size = LENGTH_BYTES + FIRST_BYTES * gets
+    message = _as_tensor(b"".join(length + first * count for count in copies))
+    found = exchange(message, sent, [size] * len(ranks), ranks).numpy().tobytes()
+    firsts = [found[at : at + size] for at in range(0, len(found), size)]
     missing = [max(0, int.from_bytes(part[:LENGTH_BYTES], "little") - FIRST_BYTES) for part in firsts]
-    rests: Sequence[Tensor] = [found[:0]] * len(ranks)
+    rests = [b""] * len(ranks)
     if any(missing):
         counts = [count * gets for count in missing]
         sent = [len(rest) * count for count in copies]
-        rests = exchange(_as_tensor(rest * sum(copies)), sent, counts, ranks).split(counts)
-    parts = [a[LENGTH_BYTES:] + b.numpy().tobytes() for a, b in zip(firsts, rests, strict=True)]
-    return [json.loads(part) for part in parts] if gets else []
+        parts = exchange(_as_tensor(rest * sum(copies)), sent, counts, ranks).split(counts)
+        rests = [part.numpy().tobytes() for part in parts]
+    return [json.loads(a[LENGTH_BYTES:] + b) for a, b in zip(firsts, rests, strict=True)] if gets else []
 
 
 def _as_tensor(data: bytes) -> Tensor:
