@@ -5,6 +5,7 @@ row-wise Adagrad. All systems live in the same processes, start from the same ta
 take turns. The floor is bare exchanges of the least bytes and bare local kernels (`engine_floor.py`).
 
     python benchmarks/engine.py [--ranks 2,4] [--shardings row,mixed] [--kaggle] [--scaling [--plot FILE.svg]] [--quick]
+    python benchmarks/engine.py --of rows [--dim 16]    the row of every id, of collections that do not pool
 """
 
 import argparse
@@ -167,7 +168,7 @@ def differences(systems: dict[str, System]) -> dict[str, dict[str, float]]:
         first_sums, first_tables = (sums, tables) if first_sums is None else (first_sums, first_tables)
         if sums is not None and first_sums is not None:
             found.setdefault(name, {})["sums"] = worst(float((sums - first_sums).abs().max()))
-        if worst(len(tables)) and first_tables:
+        if worst(len(tables)) and worst(len(first_tables)):
             assert tables.keys() == first_tables.keys(), (tables.keys(), first_tables.keys())
             furthest = max((float((x - first_tables[block]).abs().max()) for block, x in tables.items()), default=0.0)
             found.setdefault(name, {})["tables"] = worst(furthest)
@@ -264,6 +265,10 @@ def main() -> None:
     parser.add_argument("--tables", type=numbers, default=(4, 26))
     parser.add_argument("--rows", type=int, default=200_000, help="of every table")
     parser.add_argument("--bags", type=words, default=("8", "ragged"), help="8 ids a bag, or ragged: 0 to 20")
+    parser.add_argument("--dim", type=int, default=64, help="columns of every table")
+    parser.add_argument(
+        "--of", choices=("bags", "rows"), default="bags", help="rows: of every id of sequences of 20-100"
+    )
     parser.add_argument("--skew", type=float, default=1.05, help="exponent of the power law of the ids")
     parser.add_argument("--kaggle", action="store_true", help="26 tables as in Criteo's Kaggle data, up to 1 M rows")
     parser.add_argument("--scaling", action="store_true", help="1 to 1,000 tables of 2,000 rows on 1 to 8 ranks")
@@ -278,6 +283,8 @@ def main() -> None:
     modes, _ = parser.parse_known_args()
     if modes.scaling:
         parser.set_defaults(ranks=(1, 2, 4, 8), batch=(64,), tables=(1, 10, 100, 1000), rows=2000, bags=("8",))
+    if modes.of == "rows":
+        parser.set_defaults(batch=(32, 128, 512), tables=(1, 4), bags=("8",))
     if modes.quick:
         parser.set_defaults(batch=(64,), tables=(4,), rows=2000, rounds=3)
     chosen = parser.parse_args()
@@ -312,8 +319,9 @@ def cells_of(chosen: argparse.Namespace, ranks: int) -> Iterator[Cell]:
     tables = (
         [tuple(min(n, 1_000_000) for n in KAGGLE)] if chosen.kaggle else [(chosen.rows,) * n for n in chosen.tables]
     )
+    pooled = chosen.of == "bags"
     for sharding, batch, rows, bags in product(chosen.shardings, chosen.batch, tables, chosen.bags):
-        yield Cell(ranks, sharding, batch, rows, ragged=bags == "ragged", skew=chosen.skew)
+        yield Cell(ranks, sharding, batch, rows, chosen.dim, bags == "ragged", chosen.skew, pooled)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ class Cell:
     dim: int = 64
     ragged: bool = False  # 0 to 20 ids a bag instead of 8
     skew: float = 1.05
+    pooled: bool = True  # or the row of every id, of sequences of 20 to 100
 
     def __str__(self) -> str:
-        bags = "0-20" if self.ragged else "8"
-        return f"{self.sharding}, {len(self.rows)} tables, {self.batch} bags of {bags}"
+        bags = "bags of 0-20" if self.ragged else "bags of 8"
+        return f"{self.sharding}, {len(self.rows)} tables, {self.batch} {bags if self.pooled else 'sequences'}"
 
     def sharding_of(self, table: int) -> str:
         return SHARDINGS[table % 3] if self.sharding == "mixed" else self.sharding
@@ -87,7 +88,9 @@ class Cell:
         """The ids of a rank in one step: a power law in every table."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         shape = (len(self.rows), self.batch)
-        lengths = torch.randint(0, 21, shape, generator=generator) if self.ragged else torch.full(shape, 8)
+        first, last = (0, 20) if self.ragged else (8, 8)
+        first, last = (first, last) if self.pooled else (20, 100)
+        lengths = torch.randint(first, last + 1, shape, generator=generator)
         values = []
         for rows, count in zip(self.rows, lengths.sum(1).tolist(), strict=True):
             values.append(power_law_ids(rows, self.skew, count, generator))
@@ -96,7 +99,17 @@ class Cell:
     @cached_property
     def gradient(self) -> Tensor:
         """Of the sums of every rank: [batch, tables * dim]."""
-        return torch.randn(self.batch, len(self.rows) * self.dim, generator=torch.Generator().manual_seed(0)).mul_(0.1)
+        return self.random(self.batch, len(self.rows) * self.dim)
+
+    def gradients_of_rows(self, batch: Batch) -> list[Tensor]:
+        """Of the row of every id, for each table: [ids, dim]; none, if bags are summed."""
+        if self.pooled:
+            return []
+        counts = batch.lengths.view(len(self.rows), -1).sum(1).tolist()
+        return list(self.random(sum(counts), self.dim).split(counts))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).mul_(0.1)
 
     def gradient_of(self, block: Block) -> Tensor:
         return self.gradient[:, block.table * self.dim :][:, block.cols.start : block.cols.stop]

@@ -14,6 +14,8 @@ from shardwise import OnRanks, Shard, embedding_bags, init_device_mesh
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
     KeyedJaggedTensor,
     RowWiseAdagrad,
     from_lengths,
@@ -28,27 +30,32 @@ class System(Protocol):
         """One training step on the ids of batch number `step`; the gradient of the sums is `cell.gradient`."""
 
     def sums(self, step: int) -> Tensor | None:
-        """This rank's sums, [batch, tables * dim], tables in order."""
+        """This rank's results, tables in order: sums, [batch, tables * dim], or rows, [ids, dim]."""
 
     def tables(self) -> dict[Block, Tensor]:
         """What this rank holds, if the optimizer is row-wise Adagrad."""
 
 
 class TorchRec:
-    """A sharded EmbeddingBagCollection on fbgemm's fused kernels, without the wrapper DistributedModelParallel."""
+    """A sharded collection on fbgemm's fused kernels, without the wrapper DistributedModelParallel."""
 
     def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
+        import torchrec
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+        from torchrec import KeyedJaggedTensor
         from torchrec.distributed import sharding_plan as plans
+        from torchrec.distributed.embedding import EmbeddingCollectionSharder
         from torchrec.distributed.embedding_types import EmbeddingComputeKernel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.types import ShardingEnv
 
         self.cell, self.batches, self.jagged = cell, batches, KeyedJaggedTensor
+        self.gradients = [cell.gradients_of_rows(batch) for batch in batches]
         self.keys = [f"f{table}" for table in range(len(cell.rows))]
         tables = [
-            EmbeddingBagConfig(name=f"t{t}", embedding_dim=cell.dim, num_embeddings=rows, feature_names=[self.keys[t]])
+            (torchrec.EmbeddingBagConfig if cell.pooled else torchrec.EmbeddingConfig)(
+                name=f"t{t}", embedding_dim=cell.dim, num_embeddings=rows, feature_names=[self.keys[t]]
+            )
             for t, rows in enumerate(cell.rows)
         ]
         everyone = list(range(cell.ranks))
@@ -57,9 +64,10 @@ class TorchRec:
             "column": lambda _: plans.column_wise(ranks=everyone),
             "table": lambda t: plans.table_wise(rank=t % cell.ranks),
         }
-        collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        kind = torchrec.EmbeddingBagCollection if cell.pooled else torchrec.EmbeddingCollection
+        collection = kind(tables=tables, device=torch.device("meta"))
         fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LEARNING_RATE, "eps": EPS}
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        sharder = (EmbeddingBagCollectionSharder if cell.pooled else EmbeddingCollectionSharder)(fused_params=fused)
         plan = plans.construct_module_sharding_plan(
             collection,
             {f"t{t}": kinds[cell.sharding_of(t)](t) for t in range(len(tables))},
@@ -82,6 +90,9 @@ class TorchRec:
 
     def step(self, step: int) -> None:
         out = self.forward(step)
+        if not self.cell.pooled:
+            torch.autograd.backward([out[key].values() for key in self.keys], self.gradients[step])
+            return
         if self.gradient is None:
             by_key = dict(zip(self.keys, self.cell.gradient.split(self.cell.dim, 1), strict=True))
             self.gradient = torch.cat([by_key[key] for key in out.keys()], 1)  # noqa: SIM118 - it is not a dict
@@ -89,8 +100,10 @@ class TorchRec:
 
     def sums(self, step: int) -> Tensor:
         with torch.no_grad():
-            found = self.forward(step).to_dict()
-        return torch.cat([found[key] for key in self.keys], 1)
+            found = self.forward(step)
+        if not self.cell.pooled:
+            return torch.cat([found[key].values() for key in self.keys])
+        return torch.cat([found.to_dict()[key] for key in self.keys], 1)
 
     def tables(self) -> dict[Block, Tensor]:
         found = {}
@@ -151,7 +164,8 @@ class Collection:
 
     def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch], device: str = "cpu") -> None:
         self.cell, self.rank, self.gradient = cell, rank, cell.gradient.to(device)
-        keys = [f"f{table}" for table in range(len(cell.rows))]
+        self.gradients = [cell.gradients_of_rows(batch) for batch in batches]
+        keys = self.keys = [f"f{table}" for table in range(len(cell.rows))]
         self.batches = [
             KeyedJaggedTensor(keys, batch.values.to(device), lengths=batch.lengths.to(device)) for batch in batches
         ]
@@ -163,34 +177,63 @@ class Collection:
             plan[f"t{table}"] = {"row": Shard(0, sizes), "column": Shard(1), "table": OnRanks(table % cell.ranks)}[
                 cell.sharding_of(table)
             ]
-        tables = [
-            EmbeddingBagConfig(rows, cell.dim, f"t{t}", feature_names=[keys[t]]) for t, rows in enumerate(cell.rows)
-        ]
-        mesh = init_device_mesh(device, (cell.ranks,))
-        self.module: Any = shard_embeddings(
-            EmbeddingBagCollection(tables, device="meta"), plan, mesh, RowWiseAdagrad(LEARNING_RATE, EPS)
+        config, kind = (
+            (EmbeddingBagConfig, EmbeddingBagCollection) if cell.pooled else (EmbeddingConfig, EmbeddingCollection)
         )
+        tables: Any = [config(rows, cell.dim, f"t{t}", feature_names=[keys[t]]) for t, rows in enumerate(cell.rows)]
+        mesh = init_device_mesh(device, (cell.ranks,))
+        optimizer = RowWiseAdagrad(LEARNING_RATE, EPS)
+        self.module: Any = shard_embeddings(kind(tables, device="meta"), plan, mesh, optimizer)
         for block, local in self.tables().items():
             local.copy_(first_values(block))
 
     def step(self, step: int) -> None:
-        self.module(self.batches[step]).values().backward(self.gradient)
+        found = self.module(self.batches[step])
+        if self.cell.pooled:
+            found.values().backward(self.gradient)
+        else:
+            torch.autograd.backward([found[key].values() for key in self.keys], self.gradients[step])
 
     def sums(self, step: int) -> Tensor:
         with torch.no_grad():
-            found: Tensor = self.module(self.batches[step]).values()
-        return found
+            found = self.module(self.batches[step])
+        sums: Tensor = found.values() if self.cell.pooled else torch.cat([found[key].values() for key in self.keys])
+        return sums
 
     def tables(self) -> dict[Block, Tensor]:
         state = self.module.state_dict()
         return {
-            block: state[f"embedding_bags.t{block.table}.weight"].to_local()
+            block: state[f"{self.module.kind}.t{block.table}.weight"].to_local()
             for block in self.cell.blocks
             if block.rank == self.rank
         }
 
 
-PEER, OURS, SINGLE = "TorchRec", "shardwise", "embedding_bags"
+class Modules:
+    """One process: full tables of torch, row-sparse gradients, Adagrad of every number; each rank has its own."""
+
+    def __init__(self, cell: Cell, rank: int, batches: Sequence[Batch]) -> None:
+        self.cell, self.batches = cell, batches
+        self.gradients = [cell.gradients_of_rows(batch) for batch in batches]
+        self.modules = [nn.Embedding(rows, cell.dim, sparse=True) for rows in cell.rows]
+        self.optimizer = torch.optim.Adagrad([module.weight for module in self.modules], lr=LEARNING_RATE)
+
+    def step(self, step: int) -> None:
+        batch = self.batches[step]
+        ids = batch.values.split(batch.lengths.view(len(self.modules), -1).sum(1).tolist())
+        rows = [module(of_table) for module, of_table in zip(self.modules, ids, strict=True)]
+        torch.autograd.backward(rows, self.gradients[step])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sums(self, step: int) -> None:
+        """Other tables."""
+
+    def tables(self) -> dict[Block, Tensor]:
+        return {}
+
+
+PEER, OURS, SINGLE, MODULES = "TorchRec", "shardwise", "embedding_bags", "one process"
 EXCHANGE, FLOORS = "exchange alone", ("floor, torch kernels", "floor, fbgemm kernels")
 
 
@@ -198,10 +241,15 @@ def candidates(cell: Cell, rank: int, steps: int) -> dict[str, Callable[[], Syst
     """What takes turns, by name, made when called. A `step` is the number of one of the drawn batches."""
     every = [[cell.draw(r, step) for r in range(cell.ranks)] for step in range(steps)]
     mine = [batches[rank] for batches in every]
-    exchanges = [Exchange(cell, rank, batches) for batches in every]
-    return {
+    collections: dict[str, Callable[[], System]] = {
         PEER: lambda: TorchRec(cell, rank, mine),
         OURS: lambda: Collection(cell, rank, mine),
+    }
+    if not cell.pooled:
+        return {**collections, MODULES: lambda: Modules(cell, rank, mine)}
+    exchanges = [Exchange(cell, rank, batches) for batches in every]
+    return {
+        **collections,
         SINGLE: lambda: Lookups(cell, rank, mine),
         FLOORS[0]: lambda: Floor(cell, rank, exchanges, TorchKernels(cell, rank, every)),
         FLOORS[1]: lambda: Floor(cell, rank, exchanges, FbgemmKernels(cell, rank, every)),

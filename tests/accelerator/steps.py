@@ -57,7 +57,7 @@ WAITS = {  # of a step, also with `prefetch` and whatever the number of tables
     "rows": EVERY | {
         ("embedding/sharded.py:_request", "aten::_local_scalar_dense"): 1,
         ("_lookups/ids.py:distinct_ids", "aten::unique_consecutive"): 1,
-        ("embedding/exchange/requests.py:request_rows", "copy to the CPU"): 2,
+        ("embedding/exchange/requests.py:_row_uses", "copy to the CPU"): 2,
         ("embedding/sharded.py:forward", "copy to the CPU"): 1,
     },
 }  # fmt: skip

@@ -167,6 +167,22 @@ def of_one_rank() -> None:
         assert result.data_ptr() != x.data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "calls"), [((0, 3, 5), 1), ((246, 246, 246), 1), ((247, 0, 1), 2), ((9, 0, 3000), 2)]
+)
+def test_short_json_values_are_gathered_by_one_collective(lengths: tuple[int, ...], calls: int) -> None:
+    every = ["x" * length for length in lengths]  # two bytes more as JSON
+
+    def gather() -> None:
+        with count_comms() as comms:
+            assert collectives.gather_json(every[rank()], (0, 1, 2)) == every
+            found = collectives.gather_json_to_first(every[rank()], (0, 1, 2))
+        assert found == (every if rank() == 0 else [])
+        assert comms.total_calls == 2 * calls
+
+    world(3).run(gather)
+
+
 def test_a_group_of_one_rank_gets_a_copy() -> None:
     world(1).run(of_one_rank)
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from shardwise import Mesh, OnRanks, Placement, Shard
+from shardwise import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._layout import Layout
 from shardwise.embedding import SGD, Adagrad, RowWiseAdagrad
 from shardwise.embedding.batch import Batch, make_batch
-from shardwise.embedding.exchange.requests import IdRequest, make_batch_index, request_bags
+from shardwise.embedding.exchange.requests import IdRequest, make_batch_index, request_bags, request_rows
 from shardwise.embedding.exchange.routes import make_routes
 from shardwise.embedding.kernels import Kernels, fastest_kernels, plain
 from shardwise.embedding.kernels.compiled import MANY, CompiledKernels
@@ -217,6 +217,50 @@ def test_compiled_loops_are_for_one_thread_of_a_cpu() -> None:
 def request_of(plan: Plan, rank: int, batch: Batch, kernels: Kernels) -> IdRequest:
     routes = make_routes(plan, rank, torch.device("cpu"), kernels)
     return request_bags(make_batch_index(routes, batch.bags), batch)
+
+
+# ---- distinct rows --------------------------------------------------------------------------------------------
+
+PLACEMENTS: list[list[Placement]] = [
+    [Shard(0), Shard(0)],
+    [Shard(0), Shard(1)],
+    [Shard(1), Replicate()],  # replicas, of which only some reply
+    [Replicate(), Shard(0, (3, 1))],
+]
+
+
+@pytest.mark.parametrize("kernels", KERNELS[1:], ids=lambda kernels: kernels.name)
+@laws
+@given(
+    tables=st.lists(st.tuples(st.sampled_from(PLACEMENTS), st.sampled_from([4, 8])), min_size=1, max_size=3),
+    rank=st.integers(0, 3),
+    ids=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 4)), max_size=12),
+    pooled=st.booleans(),
+)
+def test_compiled_requests_of_rows_are_those_of_plain_torch(
+    kernels: Kernels,
+    tables: list[tuple[list[Placement], int]],
+    rank: int,
+    ids: list[tuple[int, int, int]],
+    pooled: bool,
+) -> None:
+    mesh = Mesh((2, 2))
+    plan = make_plan([
+        Table(f"t{n}", Layout(mesh, placements, (4, columns)), "float32", (f"f{n}",))
+        for n, (placements, columns) in enumerate(tables)
+    ])  # fmt: skip
+    found = []
+    for each in (KERNELS[0], kernels):
+        routes = make_routes(plan, rank, torch.device("cpu"), each)
+        values, feature, bag = torch.tensor(ids, dtype=torch.int64).view(-1, 3).T.contiguous()
+        feature = feature % len(tables)
+        dims, widest = routes.dims[feature], int(routes.dims.max())
+        first, num_units = (bag * widest, 5 * widest) if pooled else (dims.cumsum(0) - dims, int(dims.sum()))
+        found.append(request_rows(routes, values, feature, first, num_units))
+    for one, other in (found, [request.results for request in found]):
+        for name, value in vars(one).items():
+            if name not in {"results", "_arrived"}:
+                assert_close(getattr(other, name), value, rtol=0, atol=0)
 
 
 # ---- tables with more than 2^31 rows: plans only, no memory -----------------------------------------------------

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def gather_json(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents."""
+    """Every rank's JSON value, in rank order; nothing is pickled. One collective, or two if a value is long."""
     not_capturable("an exchange of facts among ranks, such as what shapes from_local was given")
     return gather_json_with(exchange_messages, value, ranks)
 

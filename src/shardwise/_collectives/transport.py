@@ -8,10 +8,10 @@ to each process. Without them it would take itself for the only rank and, for ex
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from multiprocessing.process import current_process
 from typing import NoReturn, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +30,7 @@ CANNOT_COMMUNICATE = (
     "A process that a rank started, such as a worker of a DataLoader, cannot communicate for the rank. "
     "Fix: use plain tensors there, and distribute them in the process of the rank."
 )
+LENGTH_BYTES, FIRST_BYTES = 8, 248  # of a JSON value: its length, and what is sent with it
 _KEY = "shardwise: rank and world size of the parent"
 
 
@@ -148,19 +149,34 @@ def exchange_of(here: Transport) -> Exchange:
 
 
 def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool | None = None) -> list[T]:
-    """Every rank's JSON value, in rank order; nothing is pickled. Two collectives: lengths, then contents.
+    """Every rank's JSON value, in rank order; nothing is pickled.
+
+    One collective of lengths and the first `FIRST_BYTES` of each value; a second one if a value of any rank is longer.
 
     Args:
         is_first: where only the first of `ranks` gets them, whether this rank is that; the others get none.
     """
-    data, others = json.dumps(value).encode(), len(ranks) - 1
-    sent = [1, *[1 if is_first is None else 0] * others]
-    received = [0 if is_first is False else 1] * len(ranks)
-    counts = [len(data) * count for count in sent]
-    lengths = exchange(torch.tensor([len(data)] * sum(sent), device="cpu"), sent, received, ranks).tolist()
-    buffer = torch.frombuffer(bytearray(data) * sum(sent), dtype=torch.uint8)
-    found = exchange(buffer, counts, lengths or received, ranks).numpy().tobytes()
-    return [json.loads(found[stop - length : stop]) for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+    data, gets = json.dumps(value).encode(), int(is_first is not False)
+    copies = [1, *[int(is_first is None)] * (len(ranks) - 1)]  # for each rank
+    length = len(data).to_bytes(LENGTH_BYTES, "little")
+    first, rest = data[:FIRST_BYTES].ljust(FIRST_BYTES), data[FIRST_BYTES:]  # JSON may end with spaces
+    sent = [LENGTH_BYTES + FIRST_BYTES * count for count in copies]
+    size = LENGTH_BYTES + FIRST_BYTES * gets
+    message = _as_tensor(b"".join(length + first * count for count in copies))
+    found = exchange(message, sent, [size] * len(ranks), ranks).numpy().tobytes()
+    firsts = [found[at : at + size] for at in range(0, len(found), size)]
+    missing = [max(0, int.from_bytes(part[:LENGTH_BYTES], "little") - FIRST_BYTES) for part in firsts]
+    rests = [b""] * len(ranks)
+    if any(missing):
+        counts = [count * gets for count in missing]
+        sent = [len(rest) * count for count in copies]
+        parts = exchange(_as_tensor(rest * sum(copies)), sent, counts, ranks).split(counts)
+        rests = [part.numpy().tobytes() for part in parts]
+    return [json.loads(a[LENGTH_BYTES:] + b) for a, b in zip(firsts, rests, strict=True)] if gets else []
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
 
 
 def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int) -> list[T] | None:

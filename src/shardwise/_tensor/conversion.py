@@ -247,7 +247,8 @@ def _layout_from_all_ranks(
 
 
 def _check_equal(what: str, by_rank: Mapping[int, object]) -> None:
-    if len({repr(value) for value in by_rank.values()}) > 1:
+    values = list(by_rank.values())
+    if any(value != values[0] for value in values):
         lines = "\n".join(f"  rank {rank}: {value}" for rank, value in by_rank.items())
         raise MismatchError(f"from_local: ranks disagree on the {what}:\n{lines}\n  Fix: pass the same on every rank.")
 

@@ -106,12 +106,15 @@ class Features:
                 collection with weights gets none.
             JaggedError: lengths that do not fit the ids.
         """
-        if not isinstance(features, JaggedFeatures):
+        if isinstance(features, KeyedJaggedTensor):
+            given = features
+        elif isinstance(features, JaggedFeatures):
+            given = KeyedJaggedTensor.from_torchrec(features)
+        else:
             raise IdTypeError(
                 f"A collection looks up a KeyedJaggedTensor, got {type(features).__name__}. "
                 f"Fix: KeyedJaggedTensor(keys, values, lengths=lengths)."
             )
-        given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
         known = set(given.keys())
         missing = [name for name in self.names if name not in known]
         if missing:

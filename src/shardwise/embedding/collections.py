@@ -257,7 +257,7 @@ def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Te
         tables: that get gradients, or a tensor in their place: backward runs if one of them requires grad.
     """
     refuse_compilation()
-    if isinstance(features, JaggedFeatures) and not isinstance(features, KeyedJaggedTensor):
+    if not isinstance(features, KeyedJaggedTensor) and isinstance(features, JaggedFeatures):
         not_capturable(f"a lookup of a {type(features).__module__}.{type(features).__qualname__}")
     if any(isinstance(table, DTensor) for table in tables):
         not_capturable("a lookup in tables that are DTensors, of a collection without shard_embeddings")

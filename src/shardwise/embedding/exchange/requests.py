@@ -24,7 +24,7 @@ from shardwise._lookups.row_requests import as_integers
 from shardwise.embedding.batch import Batch
 from shardwise.embedding.exchange.results import ResultIndex, counts_of, result_index, unit_targets
 from shardwise.embedding.exchange.routes import Routes
-from shardwise.embedding.kernels import RunIndex, Runs
+from shardwise.embedding.kernels import RowUses, RunIndex, Runs
 
 MOST_RUNS = 0.75  # if fewer runs than this fraction have an id, only these are sent
 SPARSE = 0.5  # if at most this fraction can have an id, those without one are not numbered: measured, on CPUs
@@ -309,25 +309,55 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
         first: the first unit of the output to which the row of each id is added.
         num_units: of the output.
     """
+    found, index = None, routes.of_rows
+    if index is not None:
+        found = routes.kernels.row_uses(index, values, feature, first, num_units)
+    if found is not None:
+        uses, segments = found, routes.bounds(found.counts)
+    else:
+        uses, segments = _row_uses(routes, values, feature, first, num_units)
+    from_owners, to_owners = _elements(routes, uses.counts, segments)
+    results = ResultIndex(
+        unit=routes.plan.unit,
+        num_units=num_units,
+        targets=uses.targets,
+        target_offsets=uses.target_offsets,
+        replies=_replies(routes, uses.counts),
+        sources=uses.sources,
+        offsets=uses.offsets,
+        received=from_owners,
+        sent=to_owners,
+        own=routes.own,
+    )
+    return IdRequest(None, uses.rows, None, segments, segments, results)
+
+
+def _replies(routes: Routes, counts: Tensor) -> Tensor | None:
+    """Which units of message 3 are also in message 2, of `counts` runs of each request; None: all."""
+    return None if routes.replies is None else torch.repeat_interleave(routes.replies, counts * routes.widths)
+
+
+def _row_uses(
+    routes: Routes, values: Tensor, feature: Tensor, first: Tensor, num_units: int
+) -> tuple[RowUses, list[int]]:
+    """The distinct rows and, starting with 0, where those of each segment end."""
     device, found = feature.device, distinct_ids(values + routes.base.index_select(0, feature))  # over all features
     bounds = F.pad(torch.searchsorted(found.values, routes.starts), (0, 1), value=found.values.numel())
     counts = bounds.diff()[routes.interval]
     widths = routes.dims[torch.searchsorted(routes.base, found.values, right=True) - 1]
     row_starts = F.pad(widths.cumsum(0), (1, 0))  # the first unit of each distinct row, as if they were all here
     of_id = routes.dims[feature]
-    *ends, of_rows, of_ids = torch.cat([routes.ends(counts), row_starts[-1:], of_id.sum().view(1)]).tolist()
-    segments = [0, *ends]
-    from_owners, to_owners = _elements(routes, counts, segments)
-    rows = found.values[_ranges(bounds[routes.interval], counts, segments[-1])]
+    totals = torch.stack([(counts * routes.widths).sum(), row_starts[-1], of_id.sum()])
+    *ends, num_sent, of_rows, of_ids = torch.cat([routes.ends(counts), totals]).tolist()
+    rows = found.values[_ranges(bounds[routes.interval], counts, ends[-1])]
     starts, stride = row_starts[bounds[routes.interval]] + routes.column, routes.dims[routes.feature]
-    num_sent = sum(to_owners) // routes.plan.unit
     _, held = unit_targets(counts, routes.widths, starts, stride, num_sent)  # by each unit of message 3
 
     own, ones = torch.zeros(1, dtype=torch.int64, device=device).expand(feature.numel()), torch.ones_like(feature)
     _, wanted = unit_targets(ones, of_id, row_starts[found.inverse], own, of_ids)
     _, outputs = unit_targets(ones, of_id, first, own, of_ids)
 
-    replies = None if routes.replies is None else torch.repeat_interleave(routes.replies, counts * routes.widths)
+    replies = _replies(routes, counts)
     received = held if replies is None else held[replies]
     position = torch.empty_like(received).index_copy_(0, received, torch.arange(received.numel(), device=device))
     per_output = counts_of(outputs, num_units)
@@ -336,19 +366,15 @@ def request_rows(routes: Routes, values: Tensor, feature: Tensor, first: Tensor,
     uses = counts_of(wanted, of_rows)
     used = uses[held]
     num_used, once = torch.stack([used.sum(), (per_output == 1).all()]).tolist()
-    results = ResultIndex(
-        unit=routes.plan.unit,
-        num_units=num_units,
+    uses_of_rows = RowUses(
+        rows=routes.shifted(rows, counts),
+        counts=counts,
         targets=outputs[by_row][_ranges((uses.cumsum(0) - uses)[held], used, num_used)],
         target_offsets=used.cumsum(0) - used,
-        replies=replies,
         sources=position[wanted[by_output]],
         offsets=None if once else per_output.cumsum(0) - per_output,
-        received=from_owners,
-        sent=to_owners,
-        own=routes.own,
     )
-    return IdRequest(None, routes.shifted(rows, counts), None, segments, segments, results)
+    return uses_of_rows, [0, *ends]
 
 
 class PoolingChoice:

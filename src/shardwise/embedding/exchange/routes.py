@@ -17,14 +17,17 @@ Column-wise, each feature has one interval, and both ranks are sent its ids.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.embedding.kernels import Kernels
+from shardwise.embedding.kernels import Kernels, RowIndex
 from shardwise.embedding.plan import Ints, Plan
+
+LARGEST_INT32 = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ class Routes:
     def several(self) -> bool:
         """Whether some feature has several intervals."""
         return len(self.starts) > len(self.base)
+
+    @cached_property
+    def of_rows(self) -> RowIndex | None:
+        """The same for compiled kernels; None: ids of 64 bits, or another device."""
+        num_rows = sum(self.plan.tables[t].layout.shape[0] for t in self.plan.table_of)
+        if self.dtype != torch.int32 or num_rows > LARGEST_INT32 or self.base.device.type != "cpu":
+            return None
+        replies = torch.ones_like(self.owner, dtype=torch.bool) if self.replies is None else self.replies
+        columns = (self.base, self.dims, self.starts, self.feature_of, self.interval, self.column, self.widths)
+        return RowIndex(*(x.numpy() for x in (*columns, self.shift, replies)))
 
     def by_owner(self, of_requests: Tensor) -> list[int]:
         """The sum over the requests to each owner."""

@@ -21,7 +21,17 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.embedding.kernels.plain import LARGEST_INT32, ByRow, Kernels, RunIndex, Runs, Stack, plain_kind
+from shardwise.embedding.kernels.plain import (
+    LARGEST_INT32,
+    ByRow,
+    Kernels,
+    RowIndex,
+    RowUses,
+    RunIndex,
+    Runs,
+    Stack,
+    plain_kind,
+)
 
 AHEAD = 12  # rows between the one that is used and the one that is prefetched
 LINE_BYTES = 64  # of a cache line
@@ -215,6 +225,101 @@ def make_runs(
     return rows, run_lengths, counts
 
 
+@compiled
+def rows_in_order(values: Array, feature: Array, base: Array) -> tuple[Array, Array, Array, Array]:
+    """Distinct rows over all features, where the ids of each start in the third, the ids, and the row of each id."""
+    n, count, last = len(values), 0, np.int64(-1)
+    rows = np.empty(n, np.int32)
+    for i in range(n):
+        rows[i] = values[i] + base[feature[i]]
+    each = np.arange(n + 1)
+    keys = sort_few(rows, each) if n <= MANY else sort_many(rows, each)
+    distinct, begin = np.empty(n, np.int64), np.empty(n + 1, np.int64)
+    ids, inverse = np.empty(n, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        if keys[i] >> 32 != last:
+            last = keys[i] >> 32
+            distinct[count], begin[count] = last, i
+            count += 1
+        ids[i] = keys[i] & 0xFFFFFFFF
+        inverse[ids[i]] = count - 1
+    begin[count] = n
+    return distinct[:count], begin[: count + 1], ids, inverse
+
+
+@compiled
+def first_units(distinct: Array, starts: Array, feature_of: Array, dims: Array) -> tuple[Array, Array]:
+    """The first distinct row of each interval, and the first unit of each distinct row, as if all were here."""
+    count, row, total = len(distinct), 0, 0
+    bounds, units = np.empty(len(starts) + 1, np.int64), np.empty(count + 1, np.int64)
+    for interval in range(len(starts)):
+        bounds[interval] = row
+        while row < count and (interval + 1 == len(starts) or distinct[row] < starts[interval + 1]):
+            units[row] = total
+            total += dims[feature_of[interval]]
+            row += 1
+    bounds[len(starts)], units[count] = count, total
+    return bounds, units
+
+
+@compiled
+def make_row_uses(
+    values: Array,
+    feature: Array,
+    first: Array,
+    num_units: int,
+    base: Array,
+    dims: Array,
+    starts: Array,
+    feature_of: Array,
+    interval: Array,
+    column: Array,
+    widths: Array,
+    shift: Array,
+    replies: Array,
+) -> tuple[Array, Array, Array, Array, Array, Array, bool]:
+    """See `Kernels.row_uses`; the last is whether each unit of the output has one source."""
+    distinct, begin, ids, inverse = rows_in_order(values, feature, base)
+    bounds, units = first_units(distinct, starts, feature_of, dims)
+    counts, num_sent, num_targets = np.empty(len(interval), np.int64), 0, 0
+    for r in range(len(interval)):
+        low, high = bounds[interval[r]], bounds[interval[r] + 1]
+        counts[r] = high - low
+        num_sent += (high - low) * widths[r]
+        num_targets += (begin[high] - begin[low]) * widths[r]
+    rows, targets = np.empty(counts.sum(), np.int32), np.empty(num_targets, np.int64)
+    target_offsets, reply_of = np.empty(num_sent, np.int64), np.empty(units[len(distinct)], np.int64)
+    num_rows, num_sent, num_targets, num_replies = 0, 0, 0, 0
+    for r in range(len(interval)):
+        for row in range(bounds[interval[r]], bounds[interval[r] + 1]):
+            rows[num_rows] = distinct[row] + shift[r]
+            num_rows += 1
+            for unit in range(column[r], column[r] + widths[r]):
+                target_offsets[num_sent] = num_targets
+                num_sent += 1
+                for i in range(begin[row], begin[row + 1]):
+                    targets[num_targets] = first[ids[i]] + unit
+                    num_targets += 1
+                if replies[r]:
+                    reply_of[units[row] + unit] = num_replies
+                    num_replies += 1
+    ends, num_sources = np.zeros(num_units, np.int64), 0
+    for i in range(len(values)):
+        for unit in range(dims[feature[i]]):
+            ends[first[i] + unit] += 1
+    once = True
+    for unit in range(num_units):
+        once = once and ends[unit] == 1
+        num_sources, ends[unit] = num_sources + ends[unit], num_sources
+    offsets, sources = ends.copy(), np.empty(num_sources, np.int64)
+    for i in range(len(values)):
+        for unit in range(dims[feature[i]]):
+            place = first[i] + unit
+            sources[ends[place]] = reply_of[units[inverse[i]] + unit]
+            ends[place] += 1
+    return rows, counts, targets, target_offsets, sources, offsets, once
+
+
 # ---- optimizers: the formulas of optimizers.py for distinct rows and the sums of their gradients -----------------
 
 
@@ -277,6 +382,13 @@ class CompiledKernels(Kernels):
     def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs:
         rows, of_runs, counts = map(torch.from_numpy, make_runs(values.numpy(), lengths.numpy(), *index))
         return rows, of_runs, counts, None
+
+    def row_uses(
+        self, index: RowIndex, values: Tensor, feature: Tensor, first: Tensor, num_units: int
+    ) -> RowUses | None:
+        *arrays, once = make_row_uses(values.numpy(), feature.numpy(), first.numpy(), num_units, *index)
+        rows, counts, targets, target_offsets, sources, offsets = map(torch.from_numpy, arrays)
+        return RowUses(rows, counts, targets, target_offsets, sources, None if once else offsets)
 
     def update(self, optimizer: object, stack: Stack, by_row: ByRow, gradient: Tensor) -> bool:
         formula = FORMULAS.get(plain_kind(optimizer))

@@ -71,6 +71,41 @@ class RunIndex(NamedTuple):
 Runs = tuple[Tensor, Tensor, Tensor, Tensor | None]  # see `Kernels.runs`
 
 
+class RowIndex(NamedTuple):
+    """How distinct rows become requests; integers of a CPU, int64. See `Routes`, whose names these are.
+
+    Attributes:
+        replies: whether the owner of each request returns rows; bool.
+    """
+
+    base: Ints
+    dims: Ints
+    starts: Ints
+    feature_of: Ints
+    interval: Ints
+    column: Ints
+    widths: Ints
+    shift: Ints
+    replies: NDArray[np.bool_]
+
+
+class RowUses(NamedTuple):
+    """The distinct rows of a batch by request, and where they are used; int64. See `ResultIndex`.
+
+    Attributes:
+        rows: of the owners' stacks, int32 or int64.
+        counts: of each request.
+        targets, target_offsets, sources, offsets: as in `ResultIndex`.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    targets: Tensor
+    target_offsets: Tensor
+    sources: Tensor
+    offsets: Tensor | None
+
+
 class Kernels:
     """Local kernels; subclasses replace what they do faster."""
 
@@ -161,6 +196,12 @@ class Kernels:
             Rows of the owners' stacks, int32 or int64; the lengths of runs, of the same dtype; the ids of each
             request, int64: how many; and the weight of each id, or None.
         """
+        return None
+
+    def row_uses(
+        self, index: RowIndex, values: Tensor, feature: Tensor, first: Tensor, num_units: int
+    ) -> RowUses | None:
+        """The distinct rows of a batch; None: these kernels leave that to `request_rows`, whose arguments these are."""
         return None
 
 
