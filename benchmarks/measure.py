@@ -30,7 +30,11 @@ class Times:
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], object]], rounds: int, calls: int, warmup: int = 3
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int,
+    warmup: int = 3,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
     """Time variants in turns (A B C A B C ...), so that a slow moment of the machine meets all of them.
 
@@ -38,6 +42,7 @@ def interleaved(
         rounds: how often every variant has its turn.
         calls: calls in one turn; a turn's time is divided by it.
         warmup: calls before the first turn, not timed.
+        before: called before each turn, not timed: a barrier, or the first variant waits for the rank that is behind.
     """
     for run in variants.values():
         for _ in range(warmup):
@@ -48,6 +53,7 @@ def interleaved(
     try:
         for _ in range(rounds):
             for name, run in variants.items():
+                before()
                 start = perf_counter()
                 for _ in range(calls):
                     run()

@@ -95,7 +95,7 @@ def times(move: str, kilobytes: int, rounds: int) -> tuple[list[float], str]:
         variants["torch"] = partial(theirs.redistribute, placements=[as_torch(dst)])
     calls = max(1, min(20, 4096 // kilobytes))
     with torch.no_grad():
-        found = interleaved(variants, rounds, calls)
+        found = interleaved(variants, rounds, calls, before=dist.barrier)
     every = gather_json(
         [found[name].median if name in found else 0.0 for name in ("bare", "new", "ours", "torch")], mesh.ranks
     )

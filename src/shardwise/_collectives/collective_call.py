@@ -60,7 +60,8 @@ class Collective(NamedTuple):
         root: of a broadcast.
         allocate: may be called for the memory of the result of an all-to-all or all-gather, which the caller may use
             again later.
-        in_place: nobody else uses the tensor of an all-reduce, which is contiguous: the result may have its memory.
+        in_place: nobody else uses the tensor of an all-reduce or a broadcast, which is contiguous: the result may have
+            its memory.
     """
 
     kind: Kind

@@ -271,10 +271,12 @@ class TorchTransport:
                 args = _as_real(out), _as_real(x), _options(ReduceScatterOptions(), reduceOp=_OPS["sum"])
             case _:
                 counts = [width * (rank == root) for rank in ranks]
-                out = x.clone() if root == self.rank else x.new_empty(width)
+                out = x.contiguous() if root == self.rank else x.new_empty(width)
                 args = [_as_supported(out)], _options(BroadcastOptions(), rootRank=ranks.index(root), rootTensor=0)
         begin = partial(getattr(group, _METHODS[kind]), *args)
         wait = StartedCollective(self, collective, begin, out, counts)
+        if kind == "broadcast" and root == self.rank and not in_place:
+            wait.out = x.clone()  # while it is sent
         if kind == "all_gather" and min(shape) != width:
 
             def finish() -> Tensor:
