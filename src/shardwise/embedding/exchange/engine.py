@@ -128,8 +128,7 @@ class Engine:
         Raises:
             PlanError: no rank has full rows of the table.
         """
-        blocks = self.plan.blocks
-        if (blocks.cols[blocks.table == table] < self.plan.tables[table].layout.shape[1]).any():
+        if table in self.plan.in_columns:
             name = self.plan.tables[table].name
             raise PlanError(f"Table {name} has a max_norm, which needs full rows. Fix: shard no columns of it.")
         for block in self.plan.blocks_of(self.rank, table):
