@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise._layout import Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._redistribute import buffers
+from shardwise._redistribute.buffers import Lent
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -108,3 +111,16 @@ def tables_of(module: nn.Module) -> list[Tensor]:
 def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Bit for bit."""
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def overwrite_given_back(patch: pytest.MonkeyPatch) -> None:
+    """Lend all memory of messages, however small, and overwrite it when it is given back."""
+    give_back = Lent.give_back
+
+    def overwrite(lent: Lent) -> None:
+        for memory in lent._taken:
+            memory.fill_(255)  # NaN, or an id of -1
+        give_back(lent)
+
+    patch.setattr(buffers, "MIN_BYTES", 1)
+    patch.setattr(Lent, "give_back", overwrite)

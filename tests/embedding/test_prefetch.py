@@ -34,6 +34,7 @@ from tests.embedding.tables import (
     batch_of,
     collection,
     equal,
+    overwrite_given_back,
     plans,
     sharded,
     tables_of,
@@ -109,6 +110,11 @@ def test_steps_equal_those_without_prefetch(sharding: str) -> None:
     number = SHARDINGS.index(sharding)
     size = (2, 3, 3, 4, 1, 3)[number]
     world(size).run(beside_no_prefetch, Mesh((size,)), plans(size)[sharding], (1, 1 + number % 3), KINDS[number])
+
+
+def test_memory_of_messages_ahead_is_not_given_back_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_given_back(monkeypatch)
+    world(3).run(beside_no_prefetch, Mesh((3,)), plans(3)["mixed"], (2,), "sums")
 
 
 @pytest.mark.parametrize("grid", [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(GRIDS)])

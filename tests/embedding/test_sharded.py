@@ -26,7 +26,8 @@ from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
 from shardwise.errors import ArgumentError, IdTypeError, MeshError, MismatchError, PlanError, RemoteRankError
 from shardwise.testing import world
-from tests.embedding.tables import FEATURES, batch_of, collection, loss_of, sharded
+from tests.embedding.kernel_cases import KERNELS
+from tests.embedding.tables import FEATURES, batch_of, collection, loss_of, overwrite_given_back, sharded
 from tests.embedding.test_matrix import equals_one_process
 
 
@@ -39,6 +40,12 @@ def test_training_on_processes(size: int) -> None:
 def test_ids_that_do_not_fit_into_int32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "ids_fit_int32", False)  # as if a stack had 2^31 rows
     equals_one_process("mixed, 2 ranks", "weighted sums", [SGD(1 / 64)] * 4)
+
+
+@pytest.mark.parametrize("kind", ["weighted sums", "dense sums", "rows"])
+def test_memory_that_is_given_back_is_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite_given_back(monkeypatch)
+    equals_one_process("mixed, 2 ranks", kind, [SGD(1 / 64)] * 4, KERNELS[1])
 
 
 def test_many_bags_of_one_row_get_it_once() -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise._collectives import Wait
+from shardwise._redistribute.buffers import Lent
 from shardwise._redistribute.transfers import Exchange
 
 Headers = list[list[int]]
@@ -69,6 +70,7 @@ class IdMessage:
         first: headers, and messages up to the capacities.
         rest: of the messages that are longer.
         sent, received: the capacities.
+        lent: memory of the first all-to-all, in use until its messages were read; None: it is new.
     """
 
     exchange: Exchange
@@ -78,11 +80,12 @@ class IdMessage:
     header_size: int
     sent: Sequence[int]
     received: Sequence[int]
+    lent: Lent | None = None
 
     def start(self) -> Wait:
         """Start the first all-to-all; the returned function waits for what `read` takes."""
-        size = self.header_size
-        return self.exchange.start(self.first, [size + n for n in self.sent], [size + n for n in self.received])
+        sent, received = ([self.header_size + n for n in sizes] for sizes in (self.sent, self.received))
+        return self.exchange.start(self.first, sent, received, None if self.lent is None else self.lent.empty)
 
     def read(self, first: Tensor) -> "IdReply":
         """Read what the first all-to-all received."""
@@ -130,6 +133,7 @@ def id_message(
     headers: Sequence[Sequence[int]],
     sent: Sequence[int],
     received: Sequence[int],
+    lent: Lent | None = None,
 ) -> IdMessage:
     """A message, in parts, and a header for each rank of the exchange.
 
@@ -137,6 +141,7 @@ def id_message(
         messages: 1-D tensors of one dtype, int32 or int64; at least one of each message.
         headers: as many integers for each rank.
         sent, received: the capacities of the first messages to each rank and from each, which both sides know.
+        lent: see `IdMessage`.
     """
     like = messages[0][0]
     lengths = [sum(part.numel() for part in parts) for parts in messages]
@@ -151,4 +156,6 @@ def id_message(
             parts += (head, flat[:capacity])
         else:
             parts += (head, *message, like.new_zeros(capacity - length))
-    return IdMessage(exchange, lengths, torch.cat(parts), torch.cat(rest), in_elements.shape[1], sent, received)
+    total = sum(part.numel() for part in parts)
+    first = torch.cat(parts, out=None if lent is None else lent.empty(total))
+    return IdMessage(exchange, lengths, first, torch.cat(rest), in_elements.shape[1], sent, received, lent)

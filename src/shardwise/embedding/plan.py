@@ -115,6 +115,12 @@ class Plan:
         return int(np.gcd(np.gcd.reduce(self.blocks.col), np.gcd.reduce(self.blocks.cols)))
 
     @cached_property
+    def in_columns(self) -> frozenset[int]:
+        """The tables of which some block has not all columns."""
+        columns = np.array([table.layout.shape[1] for table in self.tables])
+        return frozenset(self.blocks.table[self.blocks.cols < columns[self.blocks.table]].tolist())
+
+    @cached_property
     def ids_fit_int32(self) -> bool:
         return int(self.stack_rows.max(initial=0)) < 1 << 31
 

@@ -28,7 +28,7 @@ Gradients = list[RunGradients]  # of each stack
 SENT = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
 SPARE = 4  # the capacity for later messages is longer than a message by a part of so many
-MOST_FREE = 4  # buffers that are kept for the next messages
+MOST_FREE = 8  # buffers that are kept for the next messages
 MOST_BATCH_SIZES = 64  # of which the index is kept
 
 
@@ -128,8 +128,7 @@ class Engine:
         Raises:
             PlanError: no rank has full rows of the table.
         """
-        blocks = self.plan.blocks
-        if (blocks.cols[blocks.table == table] < self.plan.tables[table].layout.shape[1]).any():
+        if table in self.plan.in_columns:
             name = self.plan.tables[table].name
             raise PlanError(f"Table {name} has a max_norm, which needs full rows. Fix: shard no columns of it.")
         for block in self.plan.blocks_of(self.rank, table):
@@ -148,7 +147,8 @@ class Engine:
         count = len(self.plan.ranks)
         headers = [[ahead, *verdict, *header] for header in request.headers(count)]
         sent, received = self.capacities.sent, self.capacities.received
-        return id_message(self._exchange("ids"), request.messages(count), headers, sent, received)
+        messages, lent = request.messages(count), self._lend(request.rows.dtype)
+        return id_message(self._exchange("ids"), messages, headers, sent, received, lent)
 
     def check_ahead(self, reply: IdReply) -> None:
         """Raise a MismatchError if ranks sent message 1 for different numbers of batches ahead."""
@@ -166,7 +166,10 @@ class Engine:
         """What all ranks requested of each stack of this one."""
         self.capacities.adapt(reply.message.lengths, reply.lengths)
         counts = [header[-3 * len(self.stacks) :] for header in reply.headers]
-        return read_requests(reply.messages(), counts, self.weighted)
+        requests = read_requests(reply.messages(), counts, self.weighted)
+        if reply.message.lent is not None:
+            reply.message.lent.give_back()
+        return requests
 
     def retire(self) -> None:
         """Refuse backwards of earlier lookups: the rows of the plan may be elsewhere now."""
@@ -230,18 +233,22 @@ class Engine:
     def update_rows(self, index: ResultIndex, requests: Sequence[RowRequests], grad: Tensor) -> None:
         """Message 3, and the update of the rows: the gradients of the sums of all runs, of that of the output."""
         runs, lent = [of_stack.runs for of_stack in requests], self._lend(grad.dtype)
+        ordered = self._lend(torch.int64)
         message = index.spread(grad, lent.empty).to(self.dtypes.backward)
         arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
         exchange = self._exchange("gradients", backward=True)
         wait = exchange.start(message, index.sent, self._sizes(runs), arriving.empty)
         known = [  # while the message is on its way
-            None if self.collects or stack.frozen is not None else RunGradients(of_stack, grad).by_row(stack.kernels)
+            None
+            if self.collects or stack.frozen is not None
+            else RunGradients(of_stack, grad).by_row(stack.kernels, ordered.empty)
             for stack, of_stack in zip(self.stacks, requests, strict=True)
         ]
-        values = by_stack(wait().float(), runs, self._cols)
+        values = by_stack(wait().float(), runs, self._cols, lent.empty)
         per_stack = map(RunGradients, requests, values, known)
         self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
         lent.give_back()
+        ordered.give_back()
 
     def _exchange(self, what: str, backward: bool = False) -> Exchange:
         """An exchange with the ranks of the plan, and what it sends for the communication trace."""

@@ -1,17 +1,15 @@
 """Messages 2 and 3 on the owner: its stacks, the sums of runs of their rows, and the gradients of these sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise._lookups.row_requests import RowRequests
-from shardwise.embedding.kernels import ByRow, Kernels, Stack
+from shardwise.embedding.kernels import Allocate, ByRow, Kernels, Stack
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.embedding.plan import Plan
-
-Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,9 @@ class RunGradients:
     values: Tensor
     known: ByRow | None = None
 
-    def by_row(self, kernels: Kernels) -> ByRow:
-        """The ids of the runs by row."""
-        return self.known or kernels.by_row(self.runs.rows, self.runs.offsets, self.runs.weights)
+    def by_row(self, kernels: Kernels, empty: Allocate | None = None) -> ByRow:
+        """The ids of the runs by row; `empty` makes int64."""
+        return self.known or kernels.by_row(self.runs.rows, self.runs.offsets, self.runs.weights, empty)
 
 
 def new_stack(
@@ -66,13 +64,16 @@ def by_rank(per_stack: Sequence[Tensor], runs: Sequence[Sequence[int]], empty: A
     return torch.cat(parts, out=empty(sum(part.numel() for part in parts)))
 
 
-def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int]) -> list[Tensor]:
+def by_stack(message: Tensor, runs: Sequence[Sequence[int]], cols: Sequence[int], empty: Allocate) -> list[Tensor]:
     """The inverse of `by_rank`: for each stack, [runs, columns] in the order of ranks."""
     if len(cols) == 1:
         return [message.view(-1, cols[0])]
     sizes = [counts[rank] * width for rank in range(len(runs[0])) for counts, width in zip(runs, cols, strict=True)]
     parts = message.split(sizes)
-    return [torch.cat(parts[stack :: len(cols)]).view(-1, width) for stack, width in enumerate(cols)]
+    return [
+        torch.cat(parts[stack :: len(cols)], out=empty(sum(sizes[stack :: len(cols)]))).view(-1, width)
+        for stack, width in enumerate(cols)
+    ]
 
 
 def dense_gradient(stack: Stack, of_runs: RunGradients) -> Tensor:

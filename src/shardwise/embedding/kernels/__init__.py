@@ -8,9 +8,9 @@ import importlib.util
 
 import torch
 
-from shardwise.embedding.kernels.plain import ByRow, Kernels, RowIndex, RowUses, RunIndex, Runs, Stack
+from shardwise.embedding.kernels.plain import Allocate, ByRow, Kernels, RowIndex, RowUses, RunIndex, Runs, Stack
 
-__all__ = ["ByRow", "Kernels", "RowIndex", "RowUses", "RunIndex", "Runs", "Stack", "fastest_kernels"]
+__all__ = ["Allocate", "ByRow", "Kernels", "RowIndex", "RowUses", "RunIndex", "Runs", "Stack", "fastest_kernels"]
 
 
 def fastest_kernels(device: torch.device) -> Kernels:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.embedding.kernels.plain import (
     LARGEST_INT32,
+    Allocate,
     ByRow,
     Kernels,
     RowIndex,
@@ -84,8 +85,8 @@ def _lines(context: Context, builder: ir.IRBuilder, array: ir.Value, kind: types
 
 
 @compiled
-def sort_few(rows: Array, offsets: Array) -> Array:
-    """Integers of row and bag in order: a stable radix sort by row.
+def sort_few(rows: Array, offsets: Array, keys: Array, to: Array) -> tuple[Array, Array]:
+    """Integers of row and bag in order, and memory that is free: `keys` and `to`. A stable radix sort by row.
 
     Row and bag are one integer, so that each pass writes to as few pages as there are values.
     """
@@ -94,7 +95,7 @@ def sort_few(rows: Array, offsets: Array) -> Array:
         largest = max(largest, rows[i])
     while largest >> (passes * BITS) > 0:
         passes += 1
-    keys, to, ends = np.empty(n, np.int64), np.empty(n, np.int64), np.zeros((passes, 1 << BITS), np.int32)
+    ends = np.zeros((passes, 1 << BITS), np.int32)
     for bag in range(len(offsets) - 1):
         for i in range(offsets[bag], offsets[bag + 1]):
             row = rows[i]
@@ -111,11 +112,11 @@ def sort_few(rows: Array, offsets: Array) -> Array:
             to[place[value]] = key
             place[value] += 1
         keys, to = to, keys
-    return keys
+    return keys, to
 
 
 @compiled
-def sort_many(rows: Array, offsets: Array) -> Array:
+def sort_many(rows: Array, offsets: Array, keys: Array, grouped: Array) -> tuple[Array, Array]:
     """The same as `sort_few`, by the high bits of rows first.
 
     The ids of a table follow each other, and differ little in these: the first pass writes to few places, and then the
@@ -129,7 +130,7 @@ def sort_many(rows: Array, offsets: Array) -> Array:
         first[(rows[i] >> FEW_BITS) + 1] += 1
     for high in range(len(first) - 1):
         first[high + 1] += first[high]
-    place, grouped, keys = first.copy(), np.empty(n, np.int64), np.empty(n, np.int64)
+    place = first.copy()
     for bag in range(len(offsets) - 1):
         for i in range(offsets[bag], offsets[bag + 1]):
             high = rows[i] >> FEW_BITS
@@ -150,23 +151,25 @@ def sort_many(rows: Array, offsets: Array) -> Array:
             value = (grouped[i] >> 32) & (size - 1)
             keys[ends[value]] = grouped[i]
             ends[value] += 1
-    return keys
+    return keys, grouped
 
 
 @compiled
-def distinct_rows(keys: Array) -> tuple[Array, Array, Array]:
-    """Distinct rows, where the bags of each start, and the bags, of sorted integers of row and bag."""
+def distinct_rows(keys: Array, starts: Array, bags: Array) -> int:
+    """How many rows there are in sorted integers of row and bag, whose beginning becomes these rows.
+
+    `starts` becomes where the bags of each row start in `bags`, and their number.
+    """
     n, count, last = len(keys), 0, np.int64(-1)
-    distinct, starts, bags = np.empty(n, np.int64), np.empty(n + 1, np.int32), np.empty(n, np.int32)
     for i in range(n):
         key = keys[i]
         bags[i] = key & 0xFFFFFFFF
         if key >> 32 != last:
             last = key >> 32
-            distinct[count], starts[count] = last, i
+            keys[count], starts[count] = last, i
             count += 1
     starts[count] = n
-    return distinct[:count], starts[: count + 1], bags
+    return count
 
 
 @compiled
@@ -372,11 +375,19 @@ class CompiledKernels(Kernels):
 
     name = "numba"
 
-    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> ByRow:
-        if rows.dtype != torch.int32 or scale is not None or len(rows) > LARGEST_INT32:
+    def by_row(
+        self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: Allocate | None = None
+    ) -> ByRow:
+        n = len(rows)
+        if rows.dtype != torch.int32 or scale is not None or n > LARGEST_INT32:
             return super().by_row(rows, offsets, scale)
-        sort = sort_few if len(rows) <= MANY else sort_many
-        distinct, starts, bags = map(torch.from_numpy, distinct_rows(sort(rows.numpy(), offsets.numpy())))
+        size = 2 * n + n // 2 + 1
+        memory: Array = (torch.empty(size, dtype=torch.int64) if empty is None else empty(size)).numpy()
+        sort = sort_few if n <= MANY else sort_many
+        keys, free = sort(rows.numpy(), offsets.numpy(), memory[:n], memory[n : 2 * n])
+        ends, of_ids = memory[2 * n :].view(np.int32), free.view(np.int32)[:n]
+        count = distinct_rows(keys, ends, of_ids)
+        distinct, starts, bags = map(torch.from_numpy, (keys[:count], ends[: count + 1], of_ids))
         return ByRow(distinct, starts, bags, None)
 
     def runs(self, index: RunIndex, values: Tensor, lengths: Tensor) -> Runs:

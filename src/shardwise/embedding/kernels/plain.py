@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise._lookups.ids import sort_ids
 
 Ints = NDArray[np.int64]
+Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 
 CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
 MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one after the other
@@ -117,7 +118,7 @@ class Kernels:
         rows: Tensor,
         offsets: Tensor,
         scale: Tensor | None = None,
-        empty: Callable[[int], Tensor] | None = None,
+        empty: Allocate | None = None,
     ) -> Tensor:
         """The sum of the rows of each bag, in float32.
 
@@ -168,8 +169,10 @@ class Kernels:
             of_ids = None if scale is None else scale[low:high]
             yield distinct[begin : begin + chunk], _bags(gradient, bags[low:high], ends - low, of_ids)
 
-    def by_row(self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> ByRow:
-        """The ids of bags in the order of their rows; arguments as in `pool`."""
+    def by_row(
+        self, rows: Tensor, offsets: Tensor, scale: Tensor | None = None, empty: Allocate | None = None
+    ) -> ByRow:
+        """The ids of bags in the order of their rows; arguments as in `pool`, but `empty` makes int64."""
         ordered, bags, scale = _sorted(rows, offsets, scale)
         first = torch.ones(len(ordered) + 1, dtype=torch.bool, device=rows.device)
         torch.ne(ordered[1:], ordered[:-1], out=first[1:-1])
