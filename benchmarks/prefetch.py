@@ -8,7 +8,7 @@ Ranks are processes on gloo with one thread each. All loops live in the same pro
 the same batches and take turns; a time is the median of that of the slowest rank.
 
     python benchmarks/prefetch.py [--ranks 2] [--batch 512,2048] [--width 64,256] [--quick]
-    python tools/two_hosts.py --nproc-per-node 1 --mbit 200 benchmarks/prefetch.py    # over a slower link
+    python tools/two_hosts.py --nproc-per-node 1 --mbit 200 benchmarks/prefetch.py --pause 0.09    # over a slower link
 """
 
 import argparse
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,22 @@ class Options:
     ids: int  # of each bag
     steps: int
     rounds: int
+    pause: float  # seconds of a `Pause` in the dense part
+
+
+class Pause(torch.autograd.Function):
+    """Takes a third of some seconds in forward and the rest in backward, and no processor: as an accelerator does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = 2 / 3 * seconds
+        sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sleep(ctx.seconds)
+        return grads[0], None
 
 
 class Model(nn.Module):
@@ -60,7 +77,7 @@ class Model(nn.Module):
 
     def __init__(self, options: Options, width: int, place: str = "") -> None:
         super().__init__()
-        self.place = place
+        self.place, self.pause = place, options.pause
         names = [f"t{i}" for i in range(options.tables)]
         configs = [EmbeddingBagConfig(options.rows, options.dim, name, feature_names=[name]) for name in names]
         torch.manual_seed(0)
@@ -72,11 +89,16 @@ class Model(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         inputs = torch.ones(features.stride(), self.columns)
-        beside = self.dense(inputs) if self.dense and self.place == "before" else 0
+        beside = self.run_dense(inputs) if self.dense and self.place == "before" else 0
         pooled: Tensor = self.collection(features).values()
         if self.dense and self.place == "over":
-            return self.dense(pooled)
-        return pooled + (self.dense(inputs) if self.dense and self.place == "after" else beside)
+            return self.run_dense(pooled)
+        return pooled + (self.run_dense(inputs) if self.dense and self.place == "after" else beside)
+
+    def run_dense(self, x: Tensor) -> Tensor:
+        assert self.dense is not None
+        out: Tensor = self.dense(x)
+        return Pause.apply(out, self.pause) if self.pause else out
 
 
 def batch_of(options: Options, bags: int, seed: int) -> KeyedJaggedTensor:
@@ -157,8 +179,7 @@ def dense_seconds(options: Options, bags: int, width: int) -> float:
     pooled, found = torch.randn(bags, options.dim * options.tables), []
     for _ in range(10 if model.dense else 0):
         start = perf_counter()
-        assert model.dense is not None
-        model.dense(pooled).square().mean().backward()
+        model.run_dense(pooled).square().mean().backward()
         found.append(perf_counter() - start)
     return median(found) if found else 0.0
 
@@ -211,13 +232,16 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=200_000, help="of every table")
     parser.add_argument("--dim", type=int, default=64, help="columns of every table")
     parser.add_argument("--ids", type=int, default=8, help="of every bag")
+    parser.add_argument(
+        "--pause", type=float, default=0, help="seconds that the dense part also takes, without a processor"
+    )
     parser.add_argument("--steps", type=int, default=40, help="in a turn of each loop")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="shows that it runs")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.batch, chosen.width, chosen.rows, chosen.rounds, chosen.steps = [64], [16], 1000, 2, 5
-    names = ("ranks", "tables", "rows", "dim", "ids", "steps", "rounds")
+    names = ("ranks", "tables", "rows", "dim", "ids", "steps", "rounds", "pause")
     options = Options(**{name: getattr(chosen, name) for name in names})
     launch(
         measure, options, chosen.batch, chosen.width, chosen.place.split(","), nproc=chosen.ranks, timeout_seconds=600
