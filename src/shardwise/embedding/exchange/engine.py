@@ -230,25 +230,33 @@ class Engine:
                 part.copy_(sums.view(-1))
         made.give_back()
 
-    def update_rows(self, index: ResultIndex, requests: Sequence[RowRequests], grad: Tensor) -> None:
-        """Message 3, and the update of the rows: the gradients of the sums of all runs, of that of the output."""
+    def start_update(self, index: ResultIndex, requests: Sequence[RowRequests], grad: Tensor) -> Callable[[], None]:
+        """Start message 3: the gradients of the sums of all runs, of that of the output.
+
+        Returns:
+            A function that waits for it and updates the rows; it may be called after other collectives were started.
+        """
         runs, lent = [of_stack.runs for of_stack in requests], self._lend(grad.dtype)
         ordered = self._lend(torch.int64)
         message = index.spread(grad, lent.empty).to(self.dtypes.backward)
         arriving = lent if message.dtype == grad.dtype else self._lend(message.dtype)
         exchange = self._exchange("gradients", backward=True)
         wait = exchange.start(message, index.sent, self._sizes(runs), arriving.empty)
-        known = [  # while the message is on its way
-            None
-            if self.collects or stack.frozen is not None
-            else RunGradients(of_stack, grad).by_row(stack.kernels, ordered.empty)
-            for stack, of_stack in zip(self.stacks, requests, strict=True)
-        ]
-        values = by_stack(wait().float(), runs, self._cols, lent.empty)
-        per_stack = map(RunGradients, requests, values, known)
-        self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
-        lent.give_back()
-        ordered.give_back()
+
+        def finish() -> None:
+            known = [  # while the message is on its way
+                None
+                if self.collects or stack.frozen is not None
+                else stack.kernels.by_row(of_stack.rows, of_stack.offsets, of_stack.weights, ordered.empty)
+                for stack, of_stack in zip(self.stacks, requests, strict=True)
+            ]
+            values = by_stack(wait().float(), runs, self._cols, lent.empty)
+            per_stack = map(RunGradients, requests, values, known)
+            self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
+            lent.give_back()
+            ordered.give_back()
+
+        return finish
 
     def _exchange(self, what: str, backward: bool = False) -> Exchange:
         """An exchange with the ranks of the plan, and what it sends for the communication trace."""
@@ -310,7 +318,9 @@ class Results(TensorFunction):
                 "create_graph=True."
             )
         with torch.no_grad(), _without_autocast(trigger):
-            engine.update_rows(index, requests, grads[0])
+            finish = engine.start_update(index, requests, grads[0])
+        at_end = torch.no_grad()(_without_autocast(trigger)(finish))  # called in the state of backward()
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
         return None, None, None, None
 
 
