@@ -236,7 +236,8 @@ def rows_in_order(values: Array, feature: Array, base: Array) -> tuple[Array, Ar
     for i in range(n):
         rows[i] = values[i] + base[feature[i]]
     each = np.arange(n + 1)
-    keys = sort_few(rows, each) if n <= MANY else sort_many(rows, each)
+    free, more = np.empty(n, np.int64), np.empty(n, np.int64)
+    keys, _ = sort_few(rows, each, free, more) if n <= MANY else sort_many(rows, each, free, more)
     distinct, begin = np.empty(n, np.int64), np.empty(n + 1, np.int64)
     ids, inverse = np.empty(n, np.int64), np.empty(n, np.int64)
     for i in range(n):
