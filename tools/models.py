@@ -296,17 +296,21 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def table(found: Sequence[Result]) -> str:
-    """A row a model, a column a check: "yes" if all plans pass it on every number of ranks."""
-    lines = [f"| | | {' | '.join(CHECKS)} |", f"| --- | --- |{' --- |' * len(CHECKS)}"]
+    """A row for the models of a kind that pass the same checks, under all plans on every number of ranks."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for model in dict.fromkeys(result.model for result in found):
-        cells = []
-        for check in CHECKS:
-            of_cell = [result for result in found if (result.model, result.check) == (model, check)]
-            failed = [f"{result.plan} on {result.ranks}" for result in of_cell if result.failed]
-            passed = YES if any(result.outcome == YES for result in of_cell) else NONE
-            cells.append(f"not {', '.join(failed)}" if failed else passed)
-        lines.append(f"| {FAMILIES[model].kind} | {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        passed = passed_checks([result for result in found if result.model == model])
+        rows.setdefault((FAMILIES[model].kind, passed), []).append(model)
+    lines = [f"| {kind} | {', '.join(names)} | {passed} |" for (kind, passed), names in rows.items()]
+    return "\n".join(["| kind | models | checks |", "| --- | --- | --- |", *lines])
+
+
+def passed_checks(of_model: Sequence[Result]) -> str:
+    """What passed: "all", or "all but" the checks that the model has no use for; or what failed."""
+    failed = [f"not {result.check} by {result.plan} on {result.ranks}" for result in of_model if result.failed]
+    passed = {result.check for result in of_model if result.outcome == YES}
+    other = ", ".join(check for check in CHECKS if check not in passed)
+    return ", ".join(failed) or (f"all but {other}" if other else "all")
 
 
 BEGIN, END = "<!-- made by `python -m tools.models --page docs/hugging-face.md` -->", "<!-- end of what is made -->"
