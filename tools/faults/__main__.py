@@ -2,7 +2,6 @@
 
     python -m tools.faults                                 # everything: about 7 minutes on 2 cores
     python -m tools.faults --runs 60 --flips 100 --mutations 500
-    python -m tools.faults --page docs/checkpoints.md      # the table there
 
 The exit code is 1 if anything was lost, silent, unnamed, hung, or took more memory than it may.
 """
@@ -30,7 +29,6 @@ from tools.faults.runs import Outcome, all_faults, points_of, prepared, run
 
 PROBLEMS = ("silent", "lost", "hang", "unnamed", "stuck", "leftover", "memory")
 WORKERS, STOPPED = 2, 8  # processes that wait for a timeout need no core
-BEGIN, END = "<!-- made by python -m tools.faults -->", "<!-- end -->"
 SHARES = {"manifest": 0.6, "safetensors header": 0.2, "index of Hugging Face": 0.1, "pickle of torch": 0.1}
 MUTATIONS = {
     "manifest": damage.manifests,
@@ -109,7 +107,7 @@ def table(head: list[str], rows: Iterable[list[object]]) -> list[str]:
 
 
 def report(outcomes: list[Outcome], found: list[Found], seconds: float) -> str:
-    """The tables, as they are in docs/checkpoints.md."""
+    """How many runs and files, how many problems, and a table of each kind."""
     problems = Counter(problem for outcome in outcomes for problem, _ in outcome.problems)
     problems += Counter(one.outcome for one in found if one.outcome in PROBLEMS)
     now = f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -150,7 +148,6 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=2000, help="damaged files")
     parser.add_argument("--mutations", type=int, default=20_000, help="files that say something else")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", type=Path, help="a page to put the tables into")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     start = monotonic()
@@ -165,12 +162,7 @@ def main() -> int:
             found.append(one)
             if one.outcome in PROBLEMS:
                 print(f"{one.outcome}: {one.kind}: {one.what[:300]}: {one.detail}")
-    text = report(outcomes, found, monotonic() - start)
-    print(text)
-    if chosen.page is not None:
-        page = chosen.page.read_text(encoding="utf-8")
-        before, rest = page.split(BEGIN)
-        chosen.page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    print(report(outcomes, found, monotonic() - start))
     return any(outcome.problems for outcome in outcomes) or any(one.outcome in PROBLEMS for one in found)
 
 
