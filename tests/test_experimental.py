@@ -65,7 +65,7 @@ def register() -> None:
 def test_a_registered_op_equals_one_process_in_every_row() -> None:
     register()
     tally = check_rows(
-        torch.ops.shardwise_tests.scaled_rows.default,
+        scaled_rows,
         [torch.randn(5, 3, dtype=torch.float64), torch.rand(5, dtype=torch.float64) + 1, 2.0],
     )
     assert tally.cases > 50

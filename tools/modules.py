@@ -3,7 +3,6 @@
     pip install timm -c constraints.txt
     python -m tools.modules                        # all of them on 2 and 3 ranks: 10 minutes
     python -m tools.modules --only 'LSTM|ViT' --ranks 2
-    python -m tools.modules --page docs/coverage.md # writes the table into the page
 
 Compared are results, gradients of parameters and of inputs, and buffers after three steps of SGD. Batches and most
 parameters are uneven. The exit status is 1 if any of it failed.
@@ -16,10 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -266,7 +262,6 @@ def judge(case: Case, mode: str, ranks: int) -> str:
 
 # ---- all of them ------------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- made by `python -m tools.modules --page docs/coverage.md` -->", "<!-- end of what is made -->"
 Results = dict[tuple[str, str], list[int]]  # of a case and mode: the ranks on which it failed
 
 
@@ -280,17 +275,10 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def made(results: Results) -> str:
-    """What is written into the page: with what it was found, and the table."""
-    found_with = f"torch {torch.__version__.partition('+')[0]}, timm {version('timm')}, {datetime.now(UTC):%Y-%m-%d}:"
-    return f"{BEGIN}\n\n{found_with}\n\n{table(results)}\n\n{END}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=".*", help="modules whose names match")
     parser.add_argument("--ranks", type=int, action="append")
-    parser.add_argument("--page", type=Path, help="write the table into this page")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -305,9 +293,7 @@ def main() -> int:
                 if problem:
                     failed.append(ranks)
                 print(f"{name}, {mode} on {ranks}: {' '.join(problem.split())[:WIDTH] or 'equal'}", flush=True)
-    if args.page is not None:
-        before, _, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
-        args.page.write_text(f"{before}{made(results)}{rest.partition(END)[2]}", encoding="utf-8")
+    print(f"\n{table(results)}")
     return int(any(results.values()))
 
 

@@ -2,50 +2,58 @@
 
 from pathlib import Path
 
-from shardwise._torch_bridge.torch_patches import PATCHES, TESTED
+from shardwise._torch_bridge.torch_patches import PATCHES, TESTED, USES_LOCAL_SHARD, Patch
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "torch-patches.md"
 
 HEADER = f"""# What shardwise changes in torch
 
-Made by `python -m tools.torch_patches_page` from `shardwise/_torch_bridge/torch_patches.py`.
+shardwise replaces the attributes of torch below before a process makes its first DTensor. `import shardwise` replaces
+nothing; it registers containers such as `KeyedTensor` with `torch.utils._pytree`. A test compares all attributes of
+torch before and after a training step.
 
-`import shardwise` changes nothing; containers such as `KeyedTensor` are registered with `torch.utils._pytree`. Before
-the first DTensor of a process is made, the attributes below are replaced;
-`shardwise._torch_bridge.torch_patches.uninstall()` undoes it. Tensors that are no DTensors behave as before.
-`tests/torch_bridge/test_torch_patches.py` compares all attributes of torch before and after a training step: nothing
-else changes. A name that was bound earlier, as by `from torch import tensor`, is not replaced. All patches apply to
-torch {" and ".join(TESTED)}, the tested versions. Another version warns once; a version without one of the attributes
-is refused.
+* Tensors that are not DTensors behave as before.
+* A name that you bound earlier, as by `from torch import tensor`, is not replaced.
+* `shardwise._torch_bridge.torch_patches.uninstall()` undoes all replacements.
+* The tested versions are torch {" and ".join(TESTED)}. Another version warns once. A version that lacks one of the
+  attributes is refused.
 
-## Replaced attributes
+`python -m tools.torch_patches_page` makes this page.
 """
 
+SAME = """## Functions that take the local shard
 
-FOOTER = """## Official hooks in use
+torch asks no subclass in these functions. Without the replacement, each silently uses the local shard.
+"""
+
+OTHERS = """## Other attributes
+"""
+
+FOOTER = """## Official hooks
 
 | hook | what it does | installed before |
-|---|---|---|
-| `torch.optim.optimizer.register_optimizer_step_pre_hook` | Elementwise optimizers take a step on the local tensors \
-where parameters, gradients and states share layouts. `ZeroRedundancyOptimizer` is refused where the ranks of its \
-group hold different shards. | the first DTensor |
-| `sys.meta_path` | Replaces the attributes of modules that are imported later, which shardwise does not do. | the \
-first DTensor |
-| `sys.excepthook` | Reports the uncaught exception of this rank to the other ranks, then calls the hook that was \
-there. | the first world of several processes |
-| `threading.excepthook` | Notes the uncaught exception of a thread for the error that other ranks may raise, then \
-calls the hook that was there. | the first world of several processes |
+| --- | --- | --- |
+| `register_optimizer_step_pre_hook` of `torch.optim.optimizer` | Elementwise optimizers run on local tensors. \
+`ZeroRedundancyOptimizer` is refused if the shards of its ranks differ. | the first DTensor |
+| `sys.meta_path` | Replaces the attributes of torch modules that you import later. | the first DTensor |
+| `sys.excepthook` | Reports an uncaught exception to the other ranks, then calls the previous hook. | the first world \
+of processes |
+| `threading.excepthook` | Records an uncaught exception of a thread, then calls the previous hook. | the first world \
+of processes |
 """
+
+
+def _entry(patch: Patch) -> str:
+    names = ", ".join(f"`{name}`" for name in ([patch.listed] if patch.listed else patch.targets))
+    without = "" if patch.without == USES_LOCAL_SHARD else f" Without it, {patch.without}."
+    return f"* {names}: {patch.what}{without}"
 
 
 def page() -> str:
     """The text of the page."""
-    lines = [HEADER]
-    for patch in PATCHES:
-        names = [patch.listed] if patch.listed else patch.targets
-        lines += ["### " + ", ".join(f"`{name}`" for name in names), "", patch.what, ""]
-        lines += [f"* Why no official hook: {patch.why}", f"* Without it: {patch.without}.", ""]
-    return "\n".join([*lines, FOOTER])
+    same = [_entry(patch) for patch in PATCHES if patch.without == USES_LOCAL_SHARD]
+    others = [_entry(patch) for patch in PATCHES if patch.without != USES_LOCAL_SHARD]
+    return "\n".join([HEADER, SAME, *same, "", OTHERS, *others, "", FOOTER])
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
     python -m tools.torch_tests ~/pytorch/test/distributed                    # all: about 10 minutes on 2 cores
     python -m tools.torch_tests ~/pytorch/test/distributed --only test_redistribute
-    python -m tools.torch_tests ~/pytorch/test/distributed --table docs/coverage.md
     python -m tools.torch_tests ~/pytorch/test/distributed --torch            # torch's own classes, to compare
 
 The folder is that of a checkout of PyTorch. Ranks are processes of this machine. Tests that are known not
-to pass are listed with their reason in tests/torch_tests.json. The exit status is 1 if a test fails that is not listed,
-or a listed one passes.
+to pass are listed with their reason in tests/torch_tests.json. The last lines are a table of the files and lists of the
+tests that do not pass. The exit status is 1 if a test fails that is not listed, or a listed one passes.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from tools.torch_tests.running import Outcome, TestId, run, tests_in
 
 FILES = ("_tensor/**/test_*.py", "tensor/**/test_*.py", "_shard/**/test_*.py")
 RECORD = Path(__file__).parents[2] / "tests" / "torch_tests.json"
-BEGIN, END = "<!-- made by `python -m tools.torch_tests --table` -->", "<!-- end of what is made -->"
 
 
 def judge(test: TestId, record: Record) -> Judged:
@@ -50,7 +48,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="test/distributed of a checkout of PyTorch")
     parser.add_argument("--only", default="", help="tests of which this finds something in file::class::method")
-    parser.add_argument("--table", type=Path, help="write the tables into this page")
     parser.add_argument("--torch", action="store_true", help="run torch's own classes")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -64,11 +61,7 @@ def main() -> int:
             each.status
         ]
         print(f"{each.test}: {each.status}{f': {why}' if why else ''}{', but is listed' * is_stale}", flush=True)
-    if args.table is not None:
-        before, _, rest = args.table.read_text(encoding="utf-8").partition(BEGIN)
-        made = f"{BEGIN}\n\n{table(found)}\n\n{lists(found, record)}\n\n{END}"
-        args.table.write_text(f"{before}{made}{rest.partition(END)[2]}", encoding="utf-8")
-    print(f"\n{table(found)}")
+    print(f"\n{table(found)}\n\n{lists(found, record)}")
     return int(any(each.status == FAILED and not each.reason for each in found) or bool(stale))
 
 

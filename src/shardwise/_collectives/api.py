@@ -332,7 +332,7 @@ def check_ranks(on: bool = True) -> None:
 def check_values(on: bool = True, *, numbers: bool = False) -> None:
     """Whether values that should be the same on all ranks are compared, from now on in this process.
 
-    docs/debugging.md says what is compared, and when. On simulated ranks it is set for this rank.
+    docs/guarantees.md says what is compared, and when. On simulated ranks it is set for this rank.
 
     Args:
         on: compare tensors; the default of a process.

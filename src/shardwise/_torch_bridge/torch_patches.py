@@ -42,6 +42,7 @@ from shardwise._torch_bridge.total_norm import total_norm_in_one_exchange
 from shardwise.errors import RuleError
 
 TESTED = ("2.13", "2.14")
+USES_LOCAL_SHARD = "it silently uses the local shard"
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class Patch:
     names: str  # in torch, separated by spaces
     what: str  # the replacement does
     replacement: Callable[[Any], Any]  # from the original, as it lies in its module or class, to what takes its place
-    why: str = "torch asks no subclass here, neither by `__torch_function__` nor by any method."  # no official hook
-    without: str = "it silently uses the local shard"
+    without: str = USES_LOCAL_SHARD
     module: str = ""  # that holds the targets, if only some programs import it: replaced when it is imported
     listed: str = ""  # how the page of patches names it, if the target depends on the version of torch
 
@@ -77,28 +77,26 @@ class Patch:
         return found
 
 
-_OPS_ONLY = "torch offers `__torch_function__` for ops only"
 # Since torch 2.14 `Function` has an `apply` of its own; before, it calls that of its base, which may be bound already.
 _BASE_APPLY, _OWN_APPLY = "autograd.function._SingleLevelFunction.apply", "autograd.function.Function.apply"
 
+# No official hook does what they do: torch calls `__torch_function__` for ops only.
 PATCHES = (
     Patch(
         _BASE_APPLY if isinstance(vars(torch.autograd.Function)["apply"], classmethod) else _OWN_APPLY,
-        "Runs a custom Function on DTensors: forward and backward see DTensors, and gradients may be returned in any "
-        "placements. In torch 2.14 it is `Function.apply` that is replaced. Also puts a Function of shardwise in the "
-        "place of the one that carries full backward hooks of modules. Calls without a DTensor, and without a tensor "
-        "that needs a gradient, go to the original.",
+        "Runs a custom Function on DTensors, in forward and backward, and full backward hooks of modules. Calls "
+        "without a DTensor and without a tensor that needs a gradient go to the original. In torch 2.14 "
+        "`Function.apply` is replaced.",
         apply_with_dtensors,
-        f"{_OPS_ONLY}: `apply` passes a subclass to `forward` as it is, and local gradients to `backward`.",
-        "custom autograd Functions and module backward hooks get local tensors for gradients",
+        "custom autograd Functions and module backward hooks get local gradients",
         listed=f"torch.{_BASE_APPLY}",
     ),
     Patch(
         "utils.checkpoint._CheckpointFrame.save_inputs",
-        "Also remembers the layouts of the inputs of a checkpoint, which it recomputes with them.",
+        "Saves the layouts of the inputs too.",
         saving_layouts,
-        "torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active, as in another checkpoint.",
-        "a nested checkpoint recomputes local tensors as if they were global",
+        # torch unpacks a saved subclass as a plain tensor if saved-tensor hooks are active.
+        "a nested activation checkpoint recomputes local tensors as if they were global",
     ),
     Patch(
         "_functorch.vmap._add_batch_dim _functorch.vmap._remove_batch_dim "
@@ -106,50 +104,48 @@ PATCHES = (
         "_functorch.eager_transforms._maybe_wrap_functional_tensor",
         "Refuses a DTensor in transforms of `torch.func`.",
         asking,
-        f"{_OPS_ONLY}; `torch.func` wraps the local tensor in another one, which is no subclass any more.",
-        "the transform silently takes, or returns, the local shard",
+        # `torch.func` wraps the local tensor in another one, which is no subclass.
+        "the transform silently takes the local shard",
     ),
     Patch(
         "optim.optimizer._foreach_supported_types utils._foreach_utils._foreach_supported_types",
-        "The lists with `DTensor` added: optimizers and `clip_grad_norm_` use ops on lists by default.",
+        "Adds `DTensor` to the lists, so that optimizers and clipping use foreach ops.",
         lambda types: [*types, DTensor],
-        "torch has no function that adds a type; its own DTensor appends to the same lists.",
-        "an optimizer step dispatches every op of every parameter on its own, and clipping takes an exchange for each",
+        # torch has no function that adds a type; its own DTensor appends to the same lists.
+        "a step dispatches the ops of each parameter separately",
     ),
     Patch(
         "nn.utils.clip_grad._get_total_norm",
-        "Computes the norm over all DTensors of one mesh in one exchange, without a DTensor for each norm.",
+        "Computes the norm of all DTensors of a mesh in one exchange.",
         total_norm_in_one_exchange,
-        f"{_OPS_ONLY}.",
-        "clipping stacks one 0-d DTensor a parameter, which takes twice the time",
+        "clipping stacks a 0-d DTensor for each parameter, which takes twice the time",
     ),
     Patch(
         "optim._muon._zeropower_via_newtonschulz",
-        "Gathers the matrix, in bfloat16, and computes with the full one on every rank.",
+        "Gathers the matrix once, in bfloat16.",
         gathering_once,
-        f"{_OPS_ONLY}.",
         "a step of Muon sends 15 to 20 times as much",
     ),
     Patch(
         "nn.modules.module.Module._load_from_state_dict",
-        "A DTensor of torch in the place of a DTensor, or the reverse, is converted. With `assign=True` a plain tensor "
-        "in the place of a DTensor is sharded as that is.",
+        "Converts between DTensors of torch and of shardwise. With `assign=True` it shards a plain tensor as the "
+        "DTensor that it replaces.",
         keeping_layouts,
-        "torch assigns or copies it without any call that knows both; hooks of modules are registered one by one.",
+        # Hooks of modules are registered for one module at a time.
         "`load_state_dict(full, assign=True)` of a sharded module silently makes its parameters plain",
     ),
     Patch(
         "optim.optimizer.Optimizer._process_value_according_to_param_policy",
-        "A state with the shape of its parameter gets the sharding of that.",
+        "Shards a state as its parameter, if the shapes are equal.",
         sharding_states,
-        "Hooks of optimizers see states before they are assigned to parameters, or after, without the parameters.",
-        "`optimizer.load_state_dict(full)` keeps full states on all ranks, and DTensors of torch beside ours",
+        # Hooks of optimizers do not see a state together with its parameter.
+        "`optimizer.load_state_dict(full)` keeps full states on all ranks",
     ),
     Patch(
         "distributed._state_dict_utils._iterate_state_dict",
         "Gathers, copies and offloads DTensors.",
         with_dtensors,
-        "It knows torch's DTensor only.",
+        # The function tests for torch's own class.
         "`get_model_state_dict(full_state_dict=True)` returns DTensors",
         "torch.distributed._state_dict_utils",
     ),
@@ -157,33 +153,32 @@ PATCHES = (
         "distributed.checkpoint._state_dict_stager.StateDictStager._offload_tensor",
         "Copies the local tensor of a DTensor.",
         staging_locals,
-        "It copies storages by address, and new tensors into these.",
+        # The function copies storages by address.
         "`torch.distributed.checkpoint.async_save` refuses a DTensor",
         "torch.distributed.checkpoint._state_dict_stager",
     ),
     Patch(
         "distributed._broadcast_coalesced",
-        "Refuses DTensors of which the ranks of the group hold different shards.",
+        "Refuses a DTensor whose shards differ between ranks of the group.",
         checking(lambda group, tensors, *_: (tensors, group)),
-        "A function of C++ that takes a list of tensors, without `__torch_function__`.",
+        # A C++ function that takes a list of tensors.
         "`DistributedDataParallel` of a sharded module overwrites the shards of all ranks by those of rank 0",
     ),
     Patch(
         "nn.parallel.distributed.DistributedDataParallel._build_params_for_reducer",
-        "The same, before a first broadcast, and for `DistributedDataParallel(init_sync=False)`.",
+        "Refuses a parameter whose shards differ between ranks, also with `init_sync=False`.",
         checking(reduced_by),
-        "It passes the parameters to C++ in a list.",
+        # The method passes a list of parameters to C++.
         "gradients of different shards are averaged",
     ),
     Patch(
         "distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.__init__",
-        "The same, for `fully_shard`, which warns of DTensors.",
+        "Refuses a parameter whose shards differ between ranks.",
         checking(lambda group, params, modules, mesh_info, *_, **__: (params, mesh_info.mesh), check_fully_shard),
-        f"{_OPS_ONLY}; it chunks parameters and gathers plain buffers.",
-        "`fully_shard` over ranks that hold different shards gathers chunks of different shards, or aborts",
+        "torch's `fully_shard` gathers chunks of different shards, or aborts",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
     ),
-    Patch("tensor as_tensor asarray Tensor.new_tensor", "Makes a DTensor of a DTensor.", asking),
+    Patch("tensor as_tensor asarray Tensor.new_tensor", "Returns a DTensor for a DTensor.", asking),
     Patch(
         "full scalar_tensor arange range eye randperm randint full_like Tensor.new_full",
         "Takes the number that a 0-d DTensor holds.",
@@ -208,15 +203,13 @@ PATCHES = (
     ),
     Patch(
         "autograd.function._HookMixin._register_hook",
-        "Refuses hooks of a node of the graph that was read as `grad_fn` of a DTensor, except those of torch.",
+        "Refuses hooks of a node that was read as `grad_fn` of a DTensor, except hooks of torch.",
         refusing_hooks,
-        "The class of a node cannot be changed, and a node does not know that its tensor is a DTensor.",
-        "hooks of nodes silently get, and return, local gradients",
+        # A node does not know that its tensor is a DTensor.
+        "hooks of nodes silently get local gradients",
     ),
     Patch("Tensor.data", "Refuses a DTensor as the data of a plain tensor.", data_of_alike),
-    Patch(
-        "autograd._make_grads", "Takes a DTensor as the gradient of a plain tensor, by gathering it.", full_gradients
-    ),
+    Patch("autograd._make_grads", "Gathers a DTensor that is the gradient of a plain tensor.", full_gradients),
 )
 
 # ---- installing -------------------------------------------------------------------------------------------------
