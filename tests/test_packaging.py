@@ -56,8 +56,8 @@ def test_links_of_the_readme_lead_somewhere_on_a_package_index() -> None:
 def test_the_wheel_is_tried_with_the_first_example_of_the_readme() -> None:
     found = FIRST_EXAMPLE.search((ROOT / "README.md").read_text())
     assert found is not None
-    assert "sw.launch(" in found[1]
-    assert found[2].startswith("[")
+    assert "sw.shard_module(" in found[1]
+    assert "  Fix: " in found[2]
 
 
 def test_a_release_whose_tag_version_and_changelog_agree_has_no_problems() -> None:

@@ -1,4 +1,4 @@
-"""Tensors and embedding tables that live on many ranks, behave as one, and are never silently wrong."""
+"""Distributed tensors and sharded embedding tables for PyTorch, with checks between ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

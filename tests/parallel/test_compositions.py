@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, Replicate, Shard, distribute_tensor, gradient_buckets, init_device_mesh, shard_module
 from shardwise import _collectives as collectives
+from shardwise.embedding import SGD, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, shard_embeddings
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameters, parallelize_module
 from shardwise.parallel import fully_shard as shardwise_fully_shard
@@ -291,3 +292,29 @@ def test_the_documented_matrix_is_what_real_processes_do() -> None:
     words = [word for row in found[0] for word in row]
     assert words.count(YES) > 17
     assert words.count(NONE) == 9
+
+
+def train_tables_beside_ddp(ranks: int) -> Tensor:
+    """A table and the dense layer over it after three steps; DDP averages gradients, tables add them."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    config = EmbeddingBagConfig(10, 8, "users", feature_names=["user"])
+    collection = EmbeddingBagCollection([config])
+    sharded = shard_embeddings(collection, {"users": S0}, mesh, SGD(lr=0.1 / ranks))
+    dense = nn.Linear(8, 1)
+    model = DistributedDataParallel(dense) if ranks > 1 else dense
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(8).chunk(ranks)[mesh.get_local_rank()]
+    features = KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(sharded(features).values()).squeeze(1), (ids % 3).float()).backward()
+        optimizer.step()
+    rows = as_dtensor(sharded.state_dict()["embedding_bags.users.weight"]).full_tensor()
+    return torch.cat([rows.flatten(), dense.weight.detach().flatten()])
+
+
+def test_tables_beside_dense_layers_under_ddp_equal_one_process_if_their_rate_is_divided_by_the_ranks() -> None:
+    (expected,) = world(1).run(train_tables_beside_ddp, 1)
+    for got in world(2, real=True).run(train_tables_beside_ddp, 2):
+        assert_close(got, expected)

@@ -23,6 +23,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, local_parameter
 from shardwise.parallel.fully_sharded import fully_shard
 from shardwise.sharded_tensor import ChunkShardingSpec, ShardingPlan
 from shardwise.sharded_tensor import shard_module as shard_by_plan
+from shardwise.simulation import simulate
 from shardwise.testing import world
 from shardwise.testing.assertions import as_dtensor
 
@@ -406,6 +407,22 @@ MATRICES: dict[str, tuple[tuple[int, int], Placement]] = {
     "one rank": ((3, 4), OnRanks(2)),
     "copies": ((4, 5), R),
 }
+
+
+def test_a_step_holds_unreduced_gradients_no_longer_than_their_bucket() -> None:
+    def build(mesh: Mesh) -> Callable[[], None]:
+        model = shard_module(nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))), {}, mesh=mesh)
+        optimizer, x = optim.AdamW(model.parameters()), distribute_tensor(torch.ones(2, 2048), mesh, [S0])
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        return step
+
+    (found,) = simulate(build, mesh=Mesh((2,))).classes
+    assert found.memory["gradients"] < 1.6 * found.memory["parameters"]  # a bucket has two of the four
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -217,6 +217,7 @@ def _settled(optimizer: Optimizer, group: dict[str, Any]) -> _Settled | None:
         grads = list(map(raw_grad.__get__, params))
         layouts, of_grads = _layouts_of(params), _layouts_of(grads)
         if {*map(type, params)} != {DTensor} or any(map(_PENDING, params)) or of_grads != layouts:
+            del grads  # reading reduces them, a bucket at a time
             read = [(p, grad) for p in params if (grad := p.grad) is not None]
             params, grads = [p for p, _ in read], [grad for _, grad in read]
             layouts, of_grads = _layouts_of(params), _layouts_of(grads)
