@@ -161,6 +161,38 @@ def test_the_search_finds_pages(browser: Browser, address: str, site: Path, size
             check(page)
 
 
+# What people type, and the page that must come first.
+FIRST = {
+    "out of memory": "memory", "OOM": "memory", "activation checkpointing": "memory", "cpu offload": "memory",
+    "bf16": "mixed-precision", "mixed precision": "mixed-precision", "gradient accumulation": "mixed-precision",
+    "GradScaler": "mixed-precision", "LoRA": "lora", "PEFT": "lora", "generate": "generation", "serving": "generation",
+    "pipeline parallel": "not-here", "torch.compile": "not-here", "fp8": "not-here", "UVM": "not-here",
+    "windows": "not-here", "GPU": "gpus", "NCCL": "gpus", "tensorboard": "metrics", "wandb": "metrics", "MFU": "metrics",
+    "slurm": "launching", "kubernetes": "launching", "elastic": "launching", "torchrun": "launching",
+    "jupyter": "launching", "KJT": "embedding", "embedding bag": "embedding", "table planner": "embedding",
+    "FSDP": "data-parallel", "ZeRO": "data-parallel", "DDP": "data-parallel", "tensor parallel": "parallel",
+    "sequence parallel": "parallel", "mixture of experts": "parallel", "weight tying": "parallel",
+    "ring attention": "parallel", "resume": "checkpoints", "deadlock": "debugging", "simulate": "pictures",
+    "uneven": "choose", "TorchRec": "coming-from-torchrec", "Megatron": "coming-from-torch", "safetensors": "hugging-face",
+    "shard_module": "reference/shardwise",
+}  # fmt: skip
+
+
+def test_the_first_result_of_words_that_people_type(browser: Browser, address: str) -> None:
+    found = {}
+    with window(browser, WINDOWS["wide"], "light", address) as page:
+        page.goto(f"{address}index.html")
+        for words in FIRST:
+            page.locator(".md-search__input").fill("")
+            page.wait_for_function("document.querySelectorAll('.md-search-result__link').length === 0")
+            page.locator(".md-search__input").press_sequentially(words)
+            first = page.locator(".md-search-result__link").first
+            first.wait_for()
+            page.wait_for_timeout(200)  # milliseconds: each key is a search
+            found[words] = str(first.evaluate("each => each.href")).removeprefix(address).split(".html")[0]
+    assert found == FIRST
+
+
 def test_colours_can_be_chosen(browser: Browser, address: str) -> None:
     with window(browser, WINDOWS["wide"], "light", address) as page:
         page.goto(f"{address}index.html")

@@ -1,12 +1,14 @@
-"""What mkdocs calls while it builds the site: the pages that are made from files outside docs/, the version, and
-which output is wrapped."""
+"""What mkdocs calls while it builds the site: the pages that are made from files outside docs/, the version, what the
+search finds first, and which output is wrapped."""
 
 import re
+import tomllib
 from html import unescape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 import shardwise
 
@@ -15,6 +17,9 @@ ROOT = Path(__file__).parents[2]
 PLAIN_BLOCK = re.compile(r'<div class="highlight">(?=<pre><span></span><code>([^<]*)</code>)')
 COLUMNS = re.compile(r"\S {3,}\S")
 LONG = 100  # characters
+SOURCE = '<details class="mkdocstrings-source"'  # the code of a function in the reference
+WORDS: dict[str, list[str]] = tomllib.loads((ROOT / "tools/site/search.toml").read_text(encoding="utf-8"))
+LAST = {"Reference", "Internals"}  # sections that the search lists after guides
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -33,19 +38,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    page.meta["tags"] = WORDS.get(page.file.src_uri, [])
+    if {section.title for section in page.ancestors} & LAST:
+        page.meta["search"] = {"boost": 0.1}
     return markdown.replace("](../examples/", "](examples/").replace("](../README.md", "](index.md")
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Long lines of text, such as errors, are wrapped; not those of tables, whose columns would be lost."""
+    """Wrap long lines of text, such as errors; not those of tables, whose columns would be lost. Search no code."""
 
     def marked(block: re.Match[str]) -> str:
         long = [line for line in unescape(block[1]).splitlines() if len(line) > LONG]
         is_text = bool(long) and not any(map(COLUMNS.search, long))
         return '<div class="highlight wrapped">' if is_text else block[0]
 
-    return PLAIN_BLOCK.sub(marked, html)
+    return PLAIN_BLOCK.sub(marked, html).replace(SOURCE, f"{SOURCE} data-search-exclude")
 
 
 def _from_docs(text: str) -> str:
