@@ -54,7 +54,7 @@ class CommittedVersions(CheckpointStore):
         return dict(sorted(found.items()))
 
     def _is_committed(self, save: str) -> bool:
-        """Whether the save is committed. Listings are not asked: they may lag."""
+        """Whether the save is committed. A listing is not enough: it may lag."""
         return self.read_short(save + COMMITTED) is not None
 
     def location(self, version: str) -> str:
