@@ -37,10 +37,10 @@ def load(
 
     Args:
         folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
-        state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
-            are replaced.
         state: nested mappings as for `save`: tensors receive the stored values, JSON values are replaced.
-            subset: whether the checkpoint may hold more than `state` names.
+        subset: whether the checkpoint may hold more than `state` names.
+        resize: the rows of tensors that have more or fewer here than in the checkpoint, by name. Rows that both have
+            are loaded. New ones are filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with
             the same values for every layout.
 
     Returns:

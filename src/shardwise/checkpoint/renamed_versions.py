@@ -4,8 +4,8 @@
       step-00000100/                 a complete checkpoint, never changed once it is there
       step-00000200/
       latest                         the name of the one that was saved last
+      .lock                          which process saves here, while it does
       .tmp-step-00000300-1f3a90bc/   a version being written or removed, or a leftover
-      .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
       .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
 
 Names change at once, so a `step-` folder is always complete, whenever a process is killed. The order is in

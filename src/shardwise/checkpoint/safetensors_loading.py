@@ -129,7 +129,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         for problem in _misfits(source.tensors[name], x)
     ]
     fix = _other_prefix([names[name] for name in missing], unexpected, prefix)
-    if strict or (fix and not tensors):  # else loading nothing is an error
+    if strict or (fix and not tensors):  # loading nothing is an error then
         problems += [
             f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
         ]

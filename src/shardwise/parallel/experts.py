@@ -172,9 +172,9 @@ def _on_locals(
 
 
 def balanced_choices(count: int, top_k: int, experts: int) -> Tensor:
-    """Balanced experts of tokens in a simulation, (count, top_k). Experts of one token are far from each other,
+    """Balanced experts of tokens in a simulation, (count, top_k).
 
-    so a token goes to as many ranks as possible.
+    Experts of one token are far from each other, so a token goes to as many ranks as possible.
     """
     first = torch.arange(count).unsqueeze(1)
     return (first + torch.arange(top_k) * (experts // top_k)) % experts

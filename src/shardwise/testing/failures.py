@@ -28,7 +28,7 @@ _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of 
 def first_error(errors: Mapping[int, BaseException], world: str) -> BaseException:
     """The error of the lowest rank of `world` that failed by itself, with notes on other ranks.
 
-    A failing test shows its author's frames: pytest hides those of shardwise, but with --full-trace.
+    A failing test shows its author's frames: pytest hides those of shardwise, except with --full-trace.
     """
     own = {rank: error for rank, error in errors.items() if not isinstance(error, _CONSEQUENCES)} or errors
     first = min(own)
