@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], text: str = " Did you mean {!r}?") -> str:
-    """`text` with the known name that is spelt most like `name`; "" if none is like it."""
+    """`text` with the known name that is spelt most like `name`; "" if none is similar."""
     close = get_close_matches(name, list(known), n=1)
     return text.format(close[0]) if close else ""
 
