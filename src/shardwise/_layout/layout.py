@@ -303,7 +303,7 @@ class Layout:
         return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
 
     def partial_coordinate(self, rank: int) -> tuple[int, ...]:
-        """The coordinate of `rank` on the Partial axes: ranks with different ones hold different partial values."""
+        """The coordinate of `rank` on the Partial axes; partial values differ between coordinates."""
         here = self.mesh.coordinate(rank)
         return () if here is None else tuple(here[axis] for axis in self.partial_axes)
 
@@ -381,6 +381,6 @@ _draw: Renderer
 
 
 def set_renderer(renderer: Renderer) -> None:
-    """What `Layout.show` and notebooks draw with. `shardwise/__init__.py` sets it: pictures are of a higher layer."""
+    """Set the renderer of `Layout.show` and notebooks. `shardwise/__init__.py` calls this."""
     global _draw  # noqa: PLW0603
     _draw = renderer
