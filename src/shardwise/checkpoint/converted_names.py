@@ -279,7 +279,7 @@ def _concatenated(tensors: Sequence[SourceTensor], dim: int) -> SourceTensor:
 
 
 def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
-    """`count` rows for each, of a tensor that is stored in one place."""
+    """Tensors of so many rows each, from a tensor that is stored in one place."""
     (extent,) = tensor.extents
     row_bytes = tensor.num_bytes // tensor.shape[0]
     found = []

@@ -99,7 +99,7 @@ class Reason:
 
 
 def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Callable[[nn.Module], object]:
-    """A forward of the first of `parts` parts of the batch."""
+    """A forward of the first of `data_ranks` parts of the batch."""
     rows = batch_rows(inputs)
 
     def part(x: Tensor) -> Tensor:

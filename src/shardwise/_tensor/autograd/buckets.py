@@ -403,7 +403,7 @@ def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> W
 
 @lru_cache(maxsize=4096)
 def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tuple[Layout, Layout]:
-    """Layouts of `count` elements before and after their reduction along these axes through `rank`."""
+    """Layouts of `numel` elements before and after their reduction along these axes through `rank`."""
     submesh = mesh.submesh(axes, rank)
     src = Layout(submesh, [PARTIAL] * submesh.ndim, (numel,))
     return src, src.replicated()

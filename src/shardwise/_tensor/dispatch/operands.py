@@ -284,7 +284,7 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
 
 
 class _Slices(set[tuple[object, ...]]):
-    """Pairs of meshes for which each rank has passed a mesh that contains it."""
+    """Forms of meshes for which every rank has passed a mesh that contains it."""
 
 
 def _each_is_inside(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
