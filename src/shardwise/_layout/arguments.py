@@ -176,7 +176,7 @@ NumRanks = Annotated[int, Kind("a number of ranks, an integer from 1 to 4096", l
 Timeout = Annotated[
     float, Kind("a time of 0.001 to 1e9 seconds", lambda value: _is_real(value) and 1e-3 <= value <= 1e9)
 ]
-"""How long a process waits for others: torch counts milliseconds, and has no infinite time."""
+"""The time that a process waits for others: torch counts milliseconds, and has no infinite time."""
 
 
 NAMED = Kind("a dict by name", lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value))

@@ -76,7 +76,7 @@ _SHARDING_TYPES = {
 
 
 def _misuse(value: object) -> str:
-    """What to pass instead of a value that is not a placement."""
+    """The fix for a value that is not a placement."""
     if type(value).__name__ == "_StridedShard":
         return "Shard(dim) on each axis, and shard_order= for the order of the axes"
     if type(value).__module__.startswith("torch.distributed") and "Partial" in type(value).__name__:

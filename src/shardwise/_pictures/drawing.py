@@ -16,7 +16,7 @@ WIDTH = 100  # characters, by default
 @checked_init
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture(Report):
-    """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing.
+    """The shards of a tensor and their ranks. `str()` is the text; notebooks show the drawing.
 
     Args:
         layout: of the tensor.

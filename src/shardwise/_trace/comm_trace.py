@@ -170,7 +170,7 @@ def listening_with(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Without listeners inside: for the communication of debugging tools."""
+    """Remove all listeners inside: for the communication of debugging tools."""
     rank = current.rank
     before, rank.listeners = rank.listeners, ()
     try:

@@ -237,7 +237,7 @@ def _on_meta(tensor: SourceTensor) -> Tensor:
 def _read_directly(
     converter: "WeightConverter", group: _Group, source: Source, made: Mapping[str, Tensor]
 ) -> dict[str, SourceTensor] | None:
-    """Where the elements of the parameters are in the files; None if they are in another order there."""
+    """The extents of the parameters' elements in the files; None if their order differs there."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Split
 
     parts: Parts = {pattern: [source.tensors[n] for n in names] for pattern, names in group.names.items()}

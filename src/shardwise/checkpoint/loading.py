@@ -59,7 +59,7 @@ def _resize_it(name: str, stored_rows: int, rows: int) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to load from a checkpoint."""
+    """The tensors and values to load from a checkpoint."""
 
     state: Mapping[str, Any]  # as for `load`
     differences: Sequence[str] = ()  # why more than that does not fit, a line each; none of it is loaded

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a folder, or a URL of an object store."""
+"""Locations of checkpoints: a folder, or a URL of an object store."""
 
 import re
 from os import PathLike

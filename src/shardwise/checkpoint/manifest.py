@@ -97,7 +97,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: the training step it was saved at.

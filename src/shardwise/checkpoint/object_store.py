@@ -70,7 +70,7 @@ class ObjectStore:
         return _Object(self, path)
 
     def size(self, path: str) -> int:
-        """How many bytes an object has."""
+        """The size of an object in bytes."""
         with self._reported(path):
             info = self._fresh().info(self._path(path))
             if info["type"] != "file":

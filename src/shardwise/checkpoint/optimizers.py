@@ -99,7 +99,7 @@ def _groups(
 
 @dataclass(frozen=True)
 class OptimizersFit:
-    """What optimizers get from a checkpoint.
+    """The part of a checkpoint that fits optimizers, and the differences.
 
     Attributes:
         differences: what does not fit.

@@ -84,11 +84,11 @@ class Bags:
         return self._values.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same bags on another device."""
+        """The bags on another device."""
         return self._each(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same bags in pinned memory, as a DataLoader with `pin_memory=True` asks for."""
+        """The bags in pinned memory, as for a DataLoader with `pin_memory=True`."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, fn: Callable[[Tensor], Tensor]) -> Self:
@@ -197,7 +197,7 @@ class JaggedTensor(Bags):
 
 
 def from_parts(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTensor:
-    """Without validation."""
+    """Create a tensor from its parts, without validation."""
     jagged = JaggedTensor.__new__(JaggedTensor)
     jagged._values, jagged._weights, jagged._lengths = values, weights, lengths
     return jagged
@@ -437,7 +437,7 @@ class KeyedJaggedTensor(Bags):
     def _from_parts(
         keys: list[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: list[int]
     ) -> "KeyedJaggedTensor":
-        """Without validation."""
+        """Create a tensor from its parts, without validation."""
         jagged = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         jagged._keys, jagged._values, jagged._weights = keys, values, weights
         jagged._lengths, jagged._strides = lengths, strides

@@ -33,7 +33,7 @@ class Sharder(ABC):
 @checked_init
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How to shard a module.
+    """The sharding of a module, by specs and sharders.
 
     Args:
         plan: the path of a parameter, such as "encoder.table.weight", to its spec; or the path of a submodule to the

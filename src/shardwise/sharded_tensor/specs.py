@@ -272,7 +272,7 @@ class DevicePlacementSpec:
 
 
 class ShardingSpec(ABC):
-    """How tensors are sharded. To define your own, subclass it and implement `build_metadata`."""
+    """A rule for the shards of tensors. To define your own, subclass it and implement `build_metadata`."""
 
     @abstractmethod
     def build_metadata(

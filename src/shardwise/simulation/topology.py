@@ -149,7 +149,7 @@ class Topology:
 
     @cached_property
     def costs(self) -> Costs:
-        """What collectives cost here: `costs.seconds` is their time, and redistributions are planned by it."""
+        """The costs of collectives: `costs.seconds` is their time, by which redistributions are planned."""
         per_host = self.ranks_per_host if self.hosts > 1 else None
         if self.measured is not None:
             return replace(self.measured, ranks_per_host=per_host)

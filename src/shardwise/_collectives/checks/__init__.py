@@ -1,4 +1,4 @@
-"""What ranks compare with each other: the calls that they make, and values that all of them should have.
+"""Comparisons between ranks: the calls that they make, and values that must be equal on all of them.
 
     ledger.log(ranks).add(Collective("all_reduce", x, ranks, x.shape))   # a call, before rank 0 sends anything
     ledger.add(x, (0, 1), "mul: a plain tensor", number, fix)           # a value; nothing is sent

@@ -94,7 +94,7 @@ def report_end() -> None:
 
 
 def _wait_for_readers() -> None:
-    """If this process has the store's server, wait until the monitors of other ranks have read the report."""
+    """Wait until the monitors of other ranks have read the report, if this process has the store's server."""
     store = store_of_world()
     if store is None or store.rank or not address(store.store) or has_agent_store():
         return

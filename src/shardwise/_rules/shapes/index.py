@@ -438,7 +438,7 @@ def _boolean_order(x: Meta, start: int, mask: Meta) -> Sequence[int]:
 
 
 def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
-    """Where the mask is true, x gets the next element of source, in row-major order."""
+    """x with the next element of source wherever the mask is true, in row-major order."""
     if mask.shape != x.shape:
         raise NotImplementedError("x and the mask are broadcast first")
     return [

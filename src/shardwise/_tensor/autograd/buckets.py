@@ -41,7 +41,7 @@ Buckets = tuple[tuple[int, ...], ...]  # numbers of leaves, in the order in whic
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How one rank reduces gradients; see `gradient_buckets`."""
+    """The reduction of gradients on one rank; see `gradient_buckets`."""
 
     max_bytes: int = 25 << 20
     overlap: bool | None = None

@@ -161,7 +161,7 @@ Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of ea
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to run one op on one combination of layouts, on any rank."""
+    """The way to run one op on one combination of layouts, on any rank."""
 
     op: Op  # what each rank runs, unless there is a local implementation
     python: bool  # that is Python code, which would read global shapes

@@ -20,7 +20,7 @@ from shardwise._tensor.dtensor import DTensor, call
 
 @handler(torch.roll, Tensor.roll, no_row=True)
 def _roll(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """Without dims, through all elements in row-major order."""
+    """Roll; without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape).clone()  # not a view, which could not be detached in place
 

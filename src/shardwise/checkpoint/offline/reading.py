@@ -154,7 +154,7 @@ def _compared(a: Source, b: Source, name: str) -> str:
 
 
 def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """How many elements differ in a bit, and by how much at most."""
+    """The number of elements that differ in a bit, and the largest difference."""
     of_x, of_y = (one.reshape(-1, 1).view(torch.uint8) for one in (x, y))
     if of_x.equal(of_y):
         return 0, 0.0

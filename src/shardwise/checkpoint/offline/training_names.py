@@ -33,7 +33,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class TrainingNames:
-    """Where the module and the optimizers of a training state are.
+    """The positions of the module and the optimizers in a training state.
 
     Attributes:
         model: the prefix of the module's names, without the dot; "" if there is none; None: search it.

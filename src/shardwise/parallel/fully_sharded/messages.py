@@ -1,4 +1,4 @@
-"""How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
+"""Storage of a unit's parameters, and the collectives that all-gather them and reduce their gradients.
 
     (message,) = messages_of(Slots(module).find(), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
     full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
@@ -54,7 +54,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """How one parameter is stored and used.
+    """The storage and use of one parameter.
 
     Args:
         at_rest: the layout of the parameter between steps, sharded along `axis`; if offloaded, on a CPU mesh.

@@ -250,7 +250,7 @@ def _shard_parameters(
 def _stored(
     named: Mapping[str, nn.Parameter], wanted: Iterable[str], mesh: Mesh, placement: ShardPlacementFn | None
 ) -> dict[str, Stored]:
-    """How to store the parameters that are not sharded on the mesh yet; changes nothing.
+    """The storage of parameters that are not sharded on the mesh yet; changes nothing.
 
     Raises:
         PlanError: every parameter that cannot be stored, in one message.
@@ -274,7 +274,7 @@ def _stored(
 
 
 def _storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: dict[Mesh, Mesh]) -> Stored | None:
-    """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
+    """The storage of `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
 
     A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
     before those of its own: all ranks of both must call. `joints` has such meshes by the mesh of the parameter.
@@ -353,7 +353,7 @@ _INSTEAD = {  # methods of torch's FSDPModule
 
 
 class FullyShardedModule(nn.Module):
-    """What `fully_shard` adds to the class of a module."""
+    """The methods that `fully_shard` adds to the class of a module."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward with all-gathered parameters."""

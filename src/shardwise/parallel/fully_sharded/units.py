@@ -429,7 +429,7 @@ def next_number(mesh: Mesh) -> str:
 
 
 class Unit:
-    """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters.
+    """A unit of `fully_shard`: its forward and backward run with all-gathered parameters.
 
     Args:
         number: equal on all ranks of its mesh, and different for every unit.
