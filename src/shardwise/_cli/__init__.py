@@ -69,7 +69,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="shardwise", description=about)
     parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parser.set_defaults(parser=parser)  # what `completion` completes
+    parser.set_defaults(parser=parser)  # `completion` completes it
     for command in COMMANDS:
         command.add_parser(subparsers)
     text = "show where an error came from, not just its message"

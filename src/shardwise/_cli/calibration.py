@@ -21,7 +21,7 @@ from shardwise._pictures.labels import count_text
 from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
 
-KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
+KILOBYTES = (4, 64, 1024, 16384)  # sizes of the full tensor
 ROUNDS = 9
 FASTEST = 1e9  # megabytes per second, where sizes make no difference
 
@@ -32,7 +32,7 @@ class Timing(NamedTuple):
     """One call of a collective: the time of the slowest rank."""
 
     ranks: int
-    num_bytes: float  # what the busiest rank receives; between hosts, what crosses the link of a host
+    num_bytes: float  # bytes that the busiest rank receives; between hosts, bytes on the link of a host
     microseconds: float
 
 

@@ -66,7 +66,7 @@ class Exit(IntEnum):
     """The exit code for a shell; 128 and more are 128 plus the number of the signal that ended the command."""
 
     OK = 0
-    DIFFERENT = 1  # of what `checkpoint diff` compares
+    DIFFERENT = 1  # found by `checkpoint diff`
     USAGE = 2
     DATA = 3
     CHECKPOINT = 4

@@ -29,7 +29,7 @@ class Captured:
         self.function = function
         self.backend = backend
         self.limit = limit
-        self._calls: dict[Any, list[CapturedCall]] = {}  # those of a key have read different values
+        self._calls: dict[Any, list[CapturedCall]] = {}  # calls of one key have read different values
         self._guards: Guards | None = None
         self._retraces = 0
         if hasattr(function, "__name__"):
@@ -58,7 +58,7 @@ class Captured:
             raise _too_many_kinds(self.limit, key, other)
         call = CapturedCall(self.backend, guards)
         result = call.trace(self.function, leaves, spec)
-        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # whose backward never ran
+        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # not if no backward ran
         calls.append(call)
         return result
 

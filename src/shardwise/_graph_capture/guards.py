@@ -53,17 +53,17 @@ from shardwise._trace import capture_hooks, comm_trace
 from shardwise.errors import CaptureError
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})
-LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # of their objects
+LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # guarded objects
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-ITERATORS = ("builtins", "itertools")  # whose iterators have a hidden position
+ITERATORS = ("builtins", "itertools")  # their iterators have a hidden position
 SEEDING = frozenset({
     "manual_seed", "manual_seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
     "set_rng_state_all", "default_rng", "Random", "RandomState",
 })  # fmt: skip
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")  # instructions that read them
-UNSET = object()  # of a cell or slot
-MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
-MAX_BYTES = 1 << 20  # of an array
+UNSET = object()  # an empty cell or slot
+MAX_ELEMENTS = 100_000  # elements of a container, compared at each call
+MAX_BYTES = 1 << 20  # bytes of an array
 WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, cached_property, partial)
 OF_MODULES = vars(nn.Module()).keys()
 TRAINING = ("training", "training")  # twice: of one name `itemgetter` gives no tuple
@@ -176,18 +176,18 @@ class Guards:
         self._guards: list[Guard] = []
         # By the id of a module's dict that dict, and the globals in it that are read.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._modules: list[dict[str, Any]] = []  # that are reached as objects
-        self._names: set[str] = set()  # of attributes that functions read
-        self._texts: set[str] = set()  # of functions, which may be names for `getattr`
+        self._modules: list[dict[str, Any]] = []  # modules reached as objects
+        self._names: set[str] = set()  # names of attributes that functions read
+        self._texts: set[str] = set()  # texts in functions, perhaps names for `getattr`
         self._seen: dict[int, Any] = {}
         self._empty: list[Collection[Any]] = []  # guarded to stay so
-        self._sized: list[Collection[Any]] = []  # whose lengths are guarded
+        self._sized: list[Collection[Any]] = []  # collections with guarded lengths
         self._sizes: list[int] = []
         self._objects: list[Any] = []
         self._kinds: list[type] = []
         self._tensors: list[Tensor] = []
         self._facts: list[tuple[Any, ...]] = []
-        self._imports = 0  # that are running
+        self._imports = 0  # running imports
         self._functions: dict[CodeType, list[FunctionType]] = {}
         self._ran = {getattr(callback, "__code__", None) for callback in gc.callbacks}  # these run at any time
         for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
@@ -248,7 +248,7 @@ class Guards:
         tracer, code = capture_hooks.current.tracer, frame.f_code
         if tracer is None or tracer.paused:  # not kernels that custom ops call, nor a compiler
             return
-        if code.co_name == "_find_and_load":  # what is run by an import is run once
+        if code.co_name == "_find_and_load":  # an import runs its code once
             self._imports += {"call": 1, "return": -1}.get(event, 0)
         if self._imports:
             return
@@ -439,7 +439,7 @@ def _value_of(read: Callable[[], object]) -> object:
 
 def _seeds(x: object) -> bool:
     """Whether a library uses it to draw random numbers of Python or numpy, or to seed and make generators."""
-    if not callable(x) or hasattr(type(x), "__getattr__"):  # whose code would run here
+    if not callable(x) or hasattr(type(x), "__getattr__"):  # its code would run here
         return False
     if isinstance(getattr(x, "__self__", None), RANDOM):
         return True

@@ -36,7 +36,7 @@ AutocastState = tuple[tuple[str, torch.dtype], ...]
 
 aten = torch.ops.aten
 
-strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
+strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # a DTensor's local stride
 
 ALIASES = (aten.detach.default, aten.alias.default)  # autograd's bookkeeping, of which a replay has none
 ITEM = aten._local_scalar_dense.default
@@ -98,7 +98,7 @@ class ValueRead:
             if learned(value, self.shapes_only) != self.found:
                 raise OtherValueError(self)
 
-        check_value.__module__ = "shardwise"  # what the code of the graph calls it
+        check_value.__module__ = "shardwise"  # its name in the code of the graph
         return check_value
 
 
@@ -168,8 +168,8 @@ class Tracer:
         self._constants: set[fx.Node] = set()  # same value at every replay
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self._written: set[int] = set()  # storages that were overwritten
-        self._unrepeatable: set[fx.Node] = set()  # what cannot be computed before everything else of a replay
-        self._compared: set[fx.Node] = set()  # whose values replays compare
+        self._unrepeatable: set[fx.Node] = set()  # not computable before all else of a replay
+        self._compared: set[fx.Node] = set()  # replays compare their values
         self._varying: set[fx.Node] = set()  # inputs whose first size differs from replay to replay
         self.paused = False
 
@@ -261,7 +261,7 @@ class Tracer:
         """Run an aten op, and add it to the graph."""
         if self.paused:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:  # which the code of a graph cannot name
+        if kwargs.get("generator") is not None:  # the code of a graph cannot name one
             return self.call_opaque(_named(func), func, args, kwargs)
         tensors = _tensors(args, kwargs)
         nodes = [self.node_of(x) for x in tensors]
@@ -452,7 +452,7 @@ class Tracer:
             out = call(*values)
         finally:
             self.paused = before
-        call.__name__, call.__module__ = name, "shardwise"  # what the code of the graph calls it
+        call.__name__, call.__module__ = name, "shardwise"  # its name in the code of the graph
         node = self.graph.call_function(call, tuple(nodes))
         node.meta["opaque"] = True
         self._unrepeatable.add(node)

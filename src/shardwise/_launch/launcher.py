@@ -160,7 +160,7 @@ def _answers(
     job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
 ) -> "dict[int, bytes | _Failed | Death]":
     """Run the job on new ranks. Returns how each of them ended."""
-    from shardwise._collectives.checks.shared_memory import MemoryFile  # which imports torch, unlike this module
+    from shardwise._collectives.checks.shared_memory import MemoryFile  # imports torch, unlike this module
     from shardwise._launch.processes import Death, RankProcesses
 
     answers: dict[int, bytes | _Failed | Death] = {}
@@ -169,7 +169,7 @@ def _answers(
         try:
             ranks.send(job)
             ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
-            for rank, pid in ranks.stopped():  # which others wait for
+            for rank, pid in ranks.stopped():  # other ranks wait for these
                 fix = f"let it go on (kill -CONT {pid}), or end it"
                 text = f"is stopped, and others waited for it (process {pid})\n  Fix: {fix}."
                 answers.setdefault(rank, _Failed(rank, text, 0, _Cause.DIED, 0.0))

@@ -103,7 +103,7 @@ class BoxIndex:
                 yield at, own
 
 
-Labelled = tuple[object, Box]  # where the box is, as `str` says in errors, and the box
+Labelled = tuple[object, Box]  # the text of the box's holder in errors, and the box
 
 
 MOST_DIMS = 8  # along which boxes are divided: each has 2^8 corners there

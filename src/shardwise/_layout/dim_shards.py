@@ -48,7 +48,7 @@ def rows_of(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
 
 def starts_of(sizes: Sequence[int]) -> "array[int]":
     """Offsets of shards of these sizes, and the end of the last one."""
-    return array("q" if sum(sizes) >> 31 else "i", accumulate(sizes, initial=0))  # of small numbers half the memory
+    return array("q" if sum(sizes) >> 31 else "i", accumulate(sizes, initial=0))  # small numbers take half the memory
 
 
 def sizes_between(starts: "array[int]") -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class Bags(NamedTuple):
     """The division of ids into bags."""
 
     mode: str
-    offsets: Tensor | None  # where each bag starts, counted from this rank's first id; None for 2-D ids
+    offsets: Tensor | None  # start of each bag, counted from this rank's first id; None for 2-D ids
     include_last_offset: bool = False
 
     def fit(self, num_ids: int) -> bool:
@@ -75,7 +75,7 @@ class DistinctIds:
     values: Tensor  # rising: 7 9
     inverse: Tensor  # the position of each id among `values`: 0 1 0
     order: Tensor  # positions of the ids, sorted by id: 0 2 1
-    starts: Tensor  # where the positions of each of `values` start in `order`: 0 2
+    starts: Tensor  # where the positions of each value start in `order`: 0 2
 
 
 def distinct_ids(ids: Tensor) -> DistinctIds:

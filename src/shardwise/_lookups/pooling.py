@@ -43,5 +43,5 @@ def number_of_distinct(ids: Tensor, num_rows: int) -> int:
     if num_rows > max(64 * ids.numel(), 1 << 16):
         return -(-4 * ids.numel() // 5)
     seen = torch.zeros(num_rows + 1, dtype=torch.bool, device=ids.device)
-    seen[ids.clamp(-1, num_rows)] = True  # those outside the table count as one
+    seen[ids.clamp(-1, num_rows)] = True  # ids outside the table count as one
     return int(seen.sum())

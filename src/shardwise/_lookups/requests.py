@@ -19,7 +19,7 @@ from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError
 
 CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
-MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
+MAX_FIRST_BYTES = 1 << 20  # all first messages of a rank together; a message beyond its share has only a header
 EMPTY_BOX = Box((0, 0), (0, 0))
 
 

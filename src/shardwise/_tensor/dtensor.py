@@ -86,11 +86,11 @@ class DTensor(torch.Tensor):
     """A tensor on the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
 
     _layout: Layout = PendingLayout()  # type: ignore[assignment]
-    _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
-    _pending_gradients: Any = None  # of a leaf: those that wait for a bucketed all-reduce together with its own
+    _reduced_grad: "DTensor | None" = None  # the all-reduced part of a leaf's gradient
+    _pending_gradients: Any = None  # of a leaf: gradients in its bucketed all-reduce
     _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
     _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on the ranks of its mesh; 0: none
-    _name: str | None = None  # of a parameter: what errors call it
+    _name: str | None = None  # a parameter's name in errors
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 

@@ -80,7 +80,7 @@ def refusing_hooks(register: Op) -> object:
         if hooks and of_dtensor in hooks.values():
             if hook is of_dtensor:
                 return hooks, None
-            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "shardwise.")):  # which pass gradients on
+            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "shardwise.")):  # these pass gradients on
                 raise RuleError(
                     "A hook of the grad_fn of a DTensor would get local gradients. "
                     "Fix: register_hook() of the DTensor, or full backward hooks of the module."

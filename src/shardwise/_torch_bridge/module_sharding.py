@@ -193,7 +193,7 @@ def agree_on_plan(
         for name, x in named.items()
     }
     compared |= {what: ", ".join(texts) for what, texts in entries.items()}
-    compared |= {"order of the plan": order} | facts  # of two globs, the later one wins
+    compared |= {"order of the plan": order} | facts  # the later of two globs wins
     fix = "pass the same module, plan and source rank on every rank."
     collectives.agree("the sharding plan", compared, members, fix)
 
@@ -226,7 +226,7 @@ def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_ran
     named = named_parameters(module)
     refuse_hooks(named, [name for name, layout in layouts.items() if not _has_layout(named[name], layout)])
     owners = owners_of(module, named)
-    first = {id(named[name]): name for name in reversed([*layouts])}  # of the names of a tied parameter
+    first = {id(named[name]): name for name in reversed([*layouts])}  # first name of each tied parameter
     with torch.no_grad():
         for name, layout in layouts.items():
             parameter = named[name]
@@ -247,7 +247,7 @@ def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> 
         f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
         for name in replaced
         for hooks in (named[name]._backward_hooks, named[name]._post_accumulate_grad_hooks)
-        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # that of every DTensor that is trained
+        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # every trained DTensor has this one
     )
 
 

@@ -34,7 +34,7 @@ FULL = (
 )
 # The registry of `warnings`, for one warning of a line, such as that of a loop over blocks.
 _shown: dict[str | tuple[str, type[Warning], int], int] = {}
-_SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
+_SHARD_OF = "_shardwise_shard_of"  # attribute of a plain parameter that is a local shard: its name and layout
 
 
 def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None:
@@ -44,7 +44,7 @@ def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None
 
 def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
     """Raise one error on all ranks of the group unless they hold equal boxes of each DTensor."""
-    named: list[tuple[str, Layout]] = []  # of the tensors that are local shards
+    named: list[tuple[str, Layout]] = []  # tensors that are local shards
     for i, x in enumerate(tensors):
         if type(x) is DTensor:
             named.append((x._name or f"number {i}", x._layout))

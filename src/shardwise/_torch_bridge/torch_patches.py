@@ -50,10 +50,10 @@ class Patch:
 
     names: str  # in torch, separated by spaces
     what: str  # the replacement does
-    replacement: Callable[[Any], Any]  # from the original, as it lies in its module or class, to what takes its place
+    replacement: Callable[[Any], Any]  # from the original, as it is in its module or class, to its replacement
     why: str = "torch asks no subclass here, neither by `__torch_function__` nor by any method."  # no official hook
     without: str = "it silently uses the local shard"
-    module: str = ""  # that holds the targets, if only some programs import it: replaced when it is imported
+    module: str = ""  # the module of the targets, if only some programs import it: replaced after the import
     listed: str = ""  # how the page of patches names it, if the target depends on the version of torch
 
     @property

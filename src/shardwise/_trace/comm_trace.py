@@ -105,7 +105,7 @@ class Listener:
     """Gets all communication of a rank while it listens; a subclass overrides the methods that it needs."""
 
     wants_call_sites = False  # a walk up the stack for every event
-    wants_totals = False  # what all ranks send together
+    wants_totals = False  # bytes that all ranks send together
 
     def check(self, event: CommEvent) -> None:
         """Called before anything is sent; may raise, with one error on all of `event.ranks`."""

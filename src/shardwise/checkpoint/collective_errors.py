@@ -20,8 +20,8 @@ from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, Sha
 T = TypeVar("T")
 R = TypeVar("R")
 
-SHOWN = 5  # of a long list, how many an error names
-SHORT_BYTES = 512  # of a verdict that takes one broadcast; a longer one takes two
+SHOWN = 5  # items of a long list that an error names
+SHORT_BYTES = 512  # largest verdict of one broadcast; a longer one takes two
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, MismatchError, NotFiniteError)}
 
 
@@ -70,7 +70,7 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
     found = json.loads(_broadcast(data, ranks))
     if "error" in found:
         raise _ERRORS[found["error"]](found["text"]) from cause
-    return cast(R, found["decided"])  # what `verdict` has returned
+    return cast(R, found["decided"])  # the result of `verdict`
 
 
 class RanksError(Exception):

@@ -84,7 +84,7 @@ class CommittedVersions(CheckpointStore):
             with suppress(OSError):
                 self.files.remove(draft + COMMITTED)  # a request that failed may have been carried out
             raise
-        with suppress(OSError, CheckpointError):  # what is left is removed by the next `tidy`
+        with suppress(OSError, CheckpointError):  # the next `tidy` removes the rest
             self._drop_older(draft)
         return draft
 

@@ -35,7 +35,7 @@ class Converted:
 
     source: Source
     made_of: Mapping[str, list[str]] = field(default_factory=dict)  # the names in the files of each that has another
-    problems: Sequence[str] = ()  # of names that cannot be converted
+    problems: Sequence[str] = ()  # names that cannot be converted
     ignored: frozenset[str] = frozenset()  # names in the files that the model passes over
 
     def described(self, name: str) -> str:

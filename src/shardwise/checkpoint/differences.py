@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-NAMED = 3  # of a list of parameters, how many an error names
+NAMED = 3  # parameters of a list that an error names
 
 
 @dataclass(frozen=True)

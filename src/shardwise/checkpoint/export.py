@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError
 
 Collection = EmbeddingBagCollection | EmbeddingCollection | ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
-MOST_BYTES = 1 << 23  # of the file that are sent at a time
+MOST_BYTES = 1 << 23  # bytes of the file that are sent at a time
 
 
 @checked

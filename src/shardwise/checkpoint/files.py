@@ -26,8 +26,8 @@ except ImportError:
     from zlib import crc32 as crc32  # noqa: PLC0414
 
 BLOCK_BYTES = 1 << 22  # how much is copied, summed, read or written at a time
-CRC_BYTES = 1 << 22  # of a longer chunk, how much each crc32 is of
-HEADER_LIMIT = 100_000_000  # of the format; longer ones are refused by its readers
+CRC_BYTES = 1 << 22  # bytes of a longer chunk per crc32
+HEADER_LIMIT = 100_000_000  # limit of the format; its readers refuse longer headers
 METADATA_KEY = "__metadata__"  # of the format; no tensor can have this name
 
 # Names of the format, https://github.com/huggingface/safetensors.
@@ -51,7 +51,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)  # what exports convert to
+FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)  # dtypes of exports
 
 
 def check_export_dtype(dtype: torch.dtype | None) -> None:
@@ -137,7 +137,7 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
         values = torch.view_as_real(values)
     if dtype.itemsize == 1:  # torch has no minimum of these
         values = values.float()
-    if isfinite(values.sum()):  # that of finite values may be too large, so it is only a short way
+    if isfinite(values.sum()):  # a short way: sums of finite values may overflow
         return True
     return all(isfinite(extreme) for extreme in values.aminmax())  # NaN if there is one
 

@@ -65,7 +65,7 @@ class Wanted:
     differences: Sequence[str] = ()  # why more than that does not fit, a line each; none of it is loaded
     known: Collection[str] = ()  # names that `differences` are about, or that are not loaded on purpose
     row_fix: Callable[[str, int, int], str] = _resize_it  # for a tensor of that name, with its rows there and here
-    fix: str = ""  # of `differences`
+    fix: str = ""  # fix for `differences`
     resize: Mapping[str, Rows] = field(default_factory=dict)  # rows of tensors that have others in the checkpoint
 
 

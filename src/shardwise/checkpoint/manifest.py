@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 28  # bytes; a million chunks take about 200 each
 LARGEST = 2**63 - 1
 
-SEAL_BYTES = 78  # of the first line
+SEAL_BYTES = 78  # bytes of the first line
 _SEAL = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
 _FILE = re.compile(r"rank-(\d{4,9})\.safetensors", re.ASCII)
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -252,7 +252,7 @@ def _finite(text: str) -> float:
     return value
 
 
-_Types: TypeAlias = Mapping[str, tuple[type, ...]]  # which each field may have
+_Types: TypeAlias = Mapping[str, tuple[type, ...]]  # allowed types of each field
 _TENSOR: _Types = {"dtype": (str,), "shape": (list,), "chunks": (list,)}
 _CHUNK: _Types = {"file": (str,), "key": (str,), "offsets": (list,), "sizes": (list,), "crc32": (int, list)}
 _MANIFEST: _Types = {

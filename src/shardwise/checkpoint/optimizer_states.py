@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError
 
 # How an optimizer computes, not what: the running program decides.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-ABOUT = {"params", "param_names", "optimizer", "class"}  # of a saved group, beside its hyper-parameters
+ABOUT = {"params", "param_names", "optimizer", "class"}  # keys of a saved group beside its hyper-parameters
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class RenamedVersions(CheckpointStore):
             with suppress(OSError):
                 self.files.remove(pointer)
             raise
-        with suppress(OSError):  # what is left is removed by the next `tidy`
+        with suppress(OSError):  # the next `tidy` removes the rest
             self.files.remove_folder(old)
         return final
 

@@ -96,10 +96,10 @@ class Facts:
 
     num_not_finite: int
     metadata: Mapping[str, Any]
-    sizes: Mapping[str, int]  # of its files
+    sizes: Mapping[str, int]  # sizes of its files
 
 
-_known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of the manifests that it had last
+_known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of its last manifests
 
 
 def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:

@@ -103,7 +103,7 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 class _Chosen(NamedTuple):
     """The module's tensors by their first name in the source."""
 
-    state: dict[str, Any]  # what the module loads when it is filled
+    state: dict[str, Any]  # the module loads it when it is filled
     tensors: Mapping[str, Tensor]
     stored: Mapping[str, list[str]]  # all names that the source has of each, more than one if it is tied
     on_meta: Mapping[str, module_sharding.Owners]  # the owners of parameters that get memory first

@@ -299,7 +299,7 @@ class Contents:
         """The manifest, checked: every element is written once, and all replicas have equal bytes."""
         layouts, not_finite = self._layouts(), set[str]()
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
-        copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # that a rank holds and does not write
+        copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # held but not written by a rank
         for rank, (_, crcs_of_boxes, bad) in enumerate(reports):
             bad_boxes = set(bad)
             for i, ((name, box, writes), crcs) in enumerate(zip(held_boxes(layouts, rank), crcs_of_boxes, strict=True)):

@@ -92,10 +92,10 @@ class Extent(NamedTuple):
 class SourceTensor(NamedTuple):
     """A tensor in files. Its extents cover `shape` exactly once; none is empty."""
 
-    dtype: torch.dtype  # of the elements in the files
+    dtype: torch.dtype  # dtype of the elements in the files
     shape: tuple[int, ...]
     extents: Sequence[Extent]
-    read_as: torch.dtype | None = None  # what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`
+    read_as: torch.dtype | None = None  # dtype to which `Source.read` converts, as `Tensor.to` does; None is `dtype`
 
     @property
     def full(self) -> Box:
@@ -273,7 +273,7 @@ def _read_group(file: StoredFile, group: Sequence[_Wanted], run: _Run) -> None:
         return
     span = _Span(file, group[0].start, max(one.stop for one in group))
     for start, stop, extent, (name, box, target, data) in group:
-        if extent.box == box and len(extent.crcs) == 1 and extent.order is None:  # as most are where ranks are as many
+        if extent.box == box and len(extent.crcs) == 1 and extent.order is None:  # most, for equal world sizes
             found = span.part(start, stop)
             _check_crc(span, name, crc32(found), extent.crcs[0])
             data[:] = found
@@ -362,7 +362,7 @@ class _Data:
         if not self._crcs:
             self.file.read_into(buffer, self._extent.start + offset)
             return
-        if len(self._crcs) == 1 and len(buffer) == self._num_bytes:  # as of most tensors: no list of blocks
+        if len(self._crcs) == 1 and len(buffer) == self._num_bytes:  # most tensors: no list of blocks
             self._read_block(0, buffer)
             return
         complete: list[tuple[int, memoryview]] = []

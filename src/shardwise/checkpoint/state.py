@@ -25,7 +25,7 @@ from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.sources import Part
 from shardwise.errors import CheckpointError
 
-MODEL = "model."  # what `state_of` puts before the names of a module
+MODEL = "model."  # prefix of a module's names in `state_of`
 
 
 class Leaf(NamedTuple):
@@ -144,7 +144,7 @@ def _split(memory: NDArray[np.uint8], dtype: torch.dtype, sizes: Sequence[int]) 
 def fill(targets: Iterable[LocalBoxes], found: Iterable[LocalBoxes]) -> None:
     """Copy the elements of all boxes."""
     views, values = ([view for boxes in of for _, view in boxes.views] for of in (targets, found))
-    if any(view.is_conj() or view.is_neg() for view in views):  # of which a list cannot be filled
+    if any(view.is_conj() or view.is_neg() for view in views):  # lists of these cannot be filled
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
     elif views:

@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
-SHORT_BYTES = 4096  # of `latest` and of locks, at most
+SHORT_BYTES = 4096  # largest `latest` or lock
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
 SAVED_TO = "name a folder or URL to which a checkpoint was saved"
 GONE = (

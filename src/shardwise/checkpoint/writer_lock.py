@@ -106,7 +106,7 @@ class _StoreLock:
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store, self._count, self._content = store, 0, b""
-        self._turn = threading.Lock()  # of threads of this process that want the same store
+        self._turn = threading.Lock()  # for threads of this process that want one store
         self._seen: tuple[bytes, bytes | None] | None = None
         self._seen_at = 0.0
 
@@ -160,7 +160,7 @@ class _StoreLock:
             return True
         writer = _parsed(found)
         if writer is not None and writer.can_be_looked_up:
-            mine = writer.pid == os.getpid()  # which does not hold it: removing it failed
+            mine = writer.pid == os.getpid()  # it does not hold the lock: removing it failed
             if writer.lives and not mine:
                 raise self._refused(str(writer))
         elif self._seen != (now := (found, self._store.read_short(RENEWED))):

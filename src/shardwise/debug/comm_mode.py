@@ -31,7 +31,7 @@ from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
 TITLES = {FORWARD: "FORWARD PASS", BACKWARD: "BACKWARD PASS", RECOMPUTED: "ACTIVATION CHECKPOINTING"}
-YELLOW, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"  # as torch has them
+YELLOW, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"  # torch's colours
 Counts = Counter[Any]  # by op of `torch.ops.c10d_functional`
 
 # As torch has them, under aten's names and under those of functions.
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
     """One op that ran."""
 
     name: str
-    phase: str  # of TITLES
+    phase: str  # one of TITLES
     operands: tuple[Layout, ...] = ()  # layouts of the DTensors among its arguments; none for plain or local tensors
 
     def is_shown(self, noise_level: int) -> bool:
@@ -242,7 +242,7 @@ class _LocalOps(TorchDispatchMode):
     ) -> object:
         if any(issubclass(kind, Wrapper) or is_torch_dtensor_class(kind) for kind in types):
             return NotImplemented  # decomposed first; its local ops come here
-        if not any(kind.__name__ == "FakeTensor" for kind in types):  # by which torch's DTensor finds shapes
+        if not any(kind.__name__ == "FakeTensor" for kind in types):  # torch's DTensor finds shapes by these
             self.on_op(func, args)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Box, split_by_boxes
 from shardwise._tensor import DTensor, plain, to_layout
 
-Bounds = Callable[[Tensor], tuple[float, float]]  # from the expected value to a relative and an absolute tolerance
+Bounds = Callable[[Tensor], tuple[float, float]]  # expected value -> relative and absolute tolerance
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _wide(x: Tensor, like: Tensor) -> Tensor:
     return x.to(torch.complex128 if like.is_complex() else torch.float64)
 
 
-Pair = tuple[str, object, object]  # what it is, what came out, what plain torch gives
+Pair = tuple[str, object, object]  # name, result, result of plain torch
 
 
 def pairs(what: str, got: object, want: object) -> Iterator[Pair]:

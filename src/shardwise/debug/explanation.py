@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
-LINES = 5  # of the summary
+LINES = 5  # lines of the summary
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",

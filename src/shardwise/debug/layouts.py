@@ -20,8 +20,8 @@ class CollectiveSequence(NamedTuple):
     """One way to redistribute."""
 
     cost: float  # relative to that of the plan
-    busiest_bytes: int  # what the busiest rank receives
-    total_bytes: int  # what all ranks receive, which is what they send
+    busiest_bytes: int  # bytes that the busiest rank receives
+    total_bytes: int  # bytes that all ranks receive, or send
     steps: tuple[str, ...]  # its collectives in order, each with the layout after it; empty if nothing is sent
 
 

@@ -20,7 +20,7 @@ from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dtensor import dtensors_in, name_of
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 
-GLOBAL = "Global"  # what runs outside modules, as torch calls it
+GLOBAL = "Global"  # torch's name for all outside modules
 
 
 def in_backward() -> bool:

@@ -41,7 +41,7 @@ class OtherLayout(NamedTuple):
 
     operand: str
     layout: Layout
-    result: Layout | None  # to which the result is then redistributed, if it has another layout
+    result: Layout | None  # the result is redistributed to it, if it has another layout
     now: Traffic
     then: Traffic
 

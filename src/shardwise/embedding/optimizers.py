@@ -266,7 +266,7 @@ def _round(exact: Tensor, dtype: torch.dtype, rows: Tensor, seed: int) -> None:
 
     Numbers below the smallest normal number of float16 are then rounded to nearest.
     """
-    bits = 16 if dtype == torch.bfloat16 else 13  # that the mantissa loses
+    bits = 16 if dtype == torch.bfloat16 else 13  # bits that the mantissa loses
     columns = torch.arange(exact.shape[1], device=rows.device)
     number = (rows[:, None] * exact.shape[1] + columns) ^ (seed * 0x9E3779B97F4A7C1 & (1 << 62) - 1)
     for factor, shift in ((0x2545F4914F6CDD1D, 32), (0x9E3779B97F4A7C1, 29)):  # mixes bits, as a hash does

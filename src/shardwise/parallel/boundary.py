@@ -35,7 +35,7 @@ _BESIDE = (
     "mesh of both axes, and the batch on it: then attention has this rank's part of the batch and of the heads, "
     "q.view(*q.shape[:2], -1, head_dim), and norms need a style too"
 )
-MAX_NDIM = 16  # of a plain tensor whose shapes are exchanged
+MAX_NDIM = 16  # dims of a plain tensor whose shapes are exchanged
 
 
 class BoundaryPlan(NamedTuple):
@@ -101,7 +101,7 @@ class SharedInput:
     Query, key and value projections of one input then share one all-gather forward and one all-reduce backward.
     """
 
-    depth: int = 0  # of forwards that run
+    depth: int = 0  # running forwards
     source: Tensor | None = None
     key: object = None
     result: DTensor | None = None

@@ -281,7 +281,7 @@ class ExpertParallel(ParallelStyle):
 
 # ---- layers of transformers ---------------------------------------------------------------------------------
 
-DISPATCHED = ("hidden_states", "top_k_index", "top_k_weights")  # what its forward takes
+DISPATCHED = ("hidden_states", "top_k_index", "top_k_weights")  # arguments of their forward
 
 
 def is_dispatched(module: nn.Module) -> bool:

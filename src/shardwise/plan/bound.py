@@ -20,11 +20,11 @@ MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phas
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
 PRECISION = 1e-6  # the solver keeps its limits to 1e-7
 INFEASIBLE, GAVE_UP = 2, 4  # statuses of `linprog` and `milp`
-MOST_BINARIES = 200  # of a problem that is solved exactly
+MOST_BINARIES = 200  # binary variables of a problem that is solved exactly
 # How much slower each limit of time is than the one before. Where ranks are equal in the program, HiGHS (of scipy 1.17)
 # calls some assignments the best that are up to 4 % above it.
 ASYMMETRY = 1e-7
-MOST_NODES = 20_000  # of its search; what it has proved until then counts
+MOST_NODES = 20_000  # nodes of the exact search; then its best result is used
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.result import Recorded, sent_by_cause
 from shardwise.simulation.topology import Topology
 
-STEPS = 3  # that are timed
+STEPS = 3  # timed steps
 
 
 class PlanChange(NamedTuple):

@@ -53,7 +53,7 @@ class ModuleCosts:
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
         self._groups = [_group(Mesh(shape), axis) for axis in (0, 1)]
-        self._unit_bytes: dict[str, float] = defaultdict(float)  # which are sent along the data axis together
+        self._unit_bytes: dict[str, float] = defaultdict(float)  # bytes sent together along the data axis
         for i, node in enumerate(graph.nodes):
             if node.kind == PARAMETER:
                 self._unit_bytes[self.unit(i)] += self._size(Value(i))

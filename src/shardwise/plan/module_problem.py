@@ -19,7 +19,7 @@ from shardwise.plan.module_trace import BOUNDARY, PARAMETER, ModuleGraph, Node, 
 
 REFUSED = 1e6  # seconds
 TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
-Forced = Mapping[int, int]  # from nodes of a problem to the choices that they have
+Forced = Mapping[int, int]  # nodes of a problem and their given choices
 
 
 @dataclass(frozen=True)

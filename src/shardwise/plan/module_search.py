@@ -30,7 +30,7 @@ from shardwise.simulation.topology import Topology
 Inputs = Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]
 CLOSE = 1.05  # so many times the best costs decide nothing: simulated steps differ from costs by as much
-ROUNDS = 23  # of raising and lowering the price of a byte
+ROUNDS = 23  # steps of raising and lowering the price of a byte
 DEAREST = 1e-6  # seconds: at this price of a byte choices take the least memory
 
 
@@ -125,7 +125,7 @@ def batch_rows(inputs: Inputs) -> int:
 @contextmanager
 def collecting_new_objects() -> Iterator[None]:
     """Inside, the garbage collector visits new objects only: a fifth less time, as models have many."""
-    if gc.get_freeze_count():  # by the program, whose objects stay frozen
+    if gc.get_freeze_count():  # the program has frozen objects, which stay frozen
         yield
         return
     gc.freeze()

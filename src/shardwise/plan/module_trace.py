@@ -121,7 +121,7 @@ class _Tracer:
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
         self.names: dict[str, list[str]] = {}
-        self.returned: Value | None = None  # by the module
+        self.returned: Value | None = None  # the module's result
         self._known: dict[int, Value] = {}  # by the id of a tensor
         self._kept: list[object] = []  # so that no id is used twice
         self._paths = {id(part): path for path, part in model.named_modules()}

@@ -18,11 +18,11 @@ LARGEST_SHARES = (1.25, 1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
 MOST_IMPROVED = 8000  # blocks times ranks of the starts that are improved, but at least two starts
 MOST_STEPS = 3000  # moves and swaps of a round
 MOST_ROUNDS = 12
-CLOSER = 0.7  # what the next round aims at, of the distance to the bound
-WORST_RANKS = 6  # of which blocks are moved
+CLOSER = 0.7  # aim of the next round, as a share of the distance to the bound
+WORST_RANKS = 6  # ranks from which blocks are moved
 MOST_PARTNERS = 600  # blocks that may be swapped with those of a rank
-CLOSE = 1e-5  # what the exact solver finds is this close to what it proves
-MEMORY_WEIGHT = 100.0  # of memory beyond the limit, beside the time of a step
+CLOSE = 1e-5  # relative gap at which the exact solver's result counts as optimal
+MEMORY_WEIGHT = 100.0  # weight of memory beyond the limit, relative to the time of a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> t
         allowed = fits & (of_table <= share * (1 + 1e-6))
         if not allowed.any():
             allowed = fits & (of_table <= of_table[fits].min())
-        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # of equal cost, what the bound takes
+        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # among equal costs, the bound's choice
         found.append(int(np.where(allowed, cost, np.inf).argmin()))
     return tuple(found)
 
@@ -328,7 +328,7 @@ class _Blocks:
         if len(others) > MOST_PARTNERS:
             others = np.sort(self.random.choice(others, MOST_PARTNERS, replace=False))
         place = self.place[others]
-        difference = self.cost[own][:, None] - self.cost[others]  # that goes from `rank` to the other one
+        difference = self.cost[own][:, None] - self.cost[others]  # moves from `rank` to the other
         now = packing.excess(packing.loads)
         change = packing.excess(packing.loads[rank] - difference) - now[rank]
         change += packing.excess(packing.loads[place] + difference) - now[place]

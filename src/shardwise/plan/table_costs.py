@@ -123,7 +123,7 @@ class TableCosts:
     batch: BatchShape
     optimizer: RowOptimizer | None
     weighted: bool
-    message_bytes: tuple[int, int]  # of an element of results, and of gradients
+    message_bytes: tuple[int, int]  # bytes of an element of results, and of gradients
     unit: int = 1  # columns that divide those of all tables
     counts: Tensor | None = None
     _distinct: dict[float, Floats] = field(default_factory=dict)

@@ -27,8 +27,8 @@ SHARDINGS = ("table", "column", "row", "table_row", "table_column", "grid", "rep
 PINNED = "pinned"
 Sharding = Annotated[str, Kind(f"one of {', '.join(SHARDINGS)}", lambda x: x in SHARDINGS)]
 
-LEAST_COLUMNS = 4  # of a shard, which kernels read at once
-LEAST_ROWS = 4  # of a row-wise shard: of fewer, the last ranks would have none
+LEAST_COLUMNS = 4  # columns of a shard, which kernels read at once
+LEAST_ROWS = 4  # rows of a row-wise shard: with fewer, the last ranks would have none
 
 
 @dataclass(frozen=True, eq=False)

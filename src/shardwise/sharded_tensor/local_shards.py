@@ -232,7 +232,7 @@ class LocalShardsWrapper(torch.Tensor):
             joined = _as_subclass(self.detach(), Tensor)
         return _rebuilt, (joined, self.tiling, self.requires_grad, hasattr(self, "_is_param"))
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which torch does not dispatch to subclasses
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # torch does not dispatch it to subclasses
         raise RuleError(_detaches("set_"))
 
     __hash__ = torch.Tensor.__hash__

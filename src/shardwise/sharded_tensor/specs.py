@@ -361,7 +361,7 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
     ranks = x._layout.mesh.sorted_ranks if same_ranks else collectives.group_ranks(process_group, leaving=True)
     layout = resharding_spec.layout(x._layout.shape, ranks)
     result = to_layout(x, layout)
-    if result is x:  # whose own spec stays
+    if result is x:  # its own spec stays
         result = remembering(x, tag(plain(x), layout))
     result._spec = resharding_spec
     return result

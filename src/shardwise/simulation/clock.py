@@ -117,7 +117,7 @@ class _TimedMemory(Memory):
         out = super().__torch_dispatch__(func, types, args, named)
         if self.topology is not None and out is not NotImplemented and not func.is_view and func not in _FREE:
             tensors: dict[int, Any] = {id(x): x for x in tensors_in([*args, *named.values(), out])}
-            if func._overloadpacket in _GATHERS:  # which reads as much of its first operand as it returns
+            if func._overloadpacket in _GATHERS:  # it reads as much of its first operand as it returns
                 tensors[id(args[0])] = out
             touched = sum(x.numel() * x.element_size() for x in tensors.values())
             count = _FLOPS.get(func._overloadpacket)

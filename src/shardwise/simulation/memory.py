@@ -343,7 +343,7 @@ def _traits(func: OpOverload) -> Traits:
     schema = func._schema
     written = tuple((i, x.name) for i, x in enumerate(schema.arguments) if x.alias_info and x.alias_info.is_write)
     return Traits(
-        is_view=func.is_view or func is aten._unsafe_view.default,  # whose result has the memory of its operand, too
+        is_view=func.is_view or func is aten._unsafe_view.default,  # its result has the memory of its operand, too
         takes_device=any(x.name == "device" for x in schema.arguments),
         may_broadcast=torch.Tag.pointwise in func.tags and not written,
         written=written,

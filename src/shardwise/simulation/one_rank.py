@@ -27,7 +27,7 @@ class OneRank:
 
     def __init__(self, rank: int, world_size: int, recorded: Recorded) -> None:
         self._rank, self.world_size = rank, world_size
-        self.rank_reads: dict[StackFrame, None] = {}  # where the program calls `rank()`
+        self.rank_reads: dict[StackFrame, None] = {}  # frames where the program calls `rank()`
         self.owner = Owner(rank, world_size)
         self.ledger = Ledger(rank, values=False)
         self.threads = ThreadGuard(self.ledger)
@@ -35,7 +35,7 @@ class OneRank:
 
     @property
     def rank(self) -> int:
-        caller = sys._getframe(2)  # of `rank()`
+        caller = sys._getframe(2)  # the caller of `rank()`
         if is_user_file(caller.f_code.co_filename):
             self.rank_reads[StackFrame(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)] = None
         return self._rank

@@ -34,12 +34,12 @@ class Collective:
     """One collective of a rank."""
 
     kind: str  # such as "all_gather"
-    ranks: Ranks  # that take part
-    cause: str  # what it is for
+    ranks: Ranks  # participating ranks
+    cause: str  # its purpose
     sent_bytes: int  # by this rank, as `count_comms` counts it
-    received_bytes: int = 0  # of other ranks
+    received_bytes: int = 0  # from other ranks
     backward: bool = False  # whether backward called it
-    seconds: float = 0.0  # that it takes, modelled
+    seconds: float = 0.0  # modelled time
 
     @property
     def cause_of_layers(self) -> str:

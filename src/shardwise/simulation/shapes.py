@@ -36,7 +36,7 @@ DATA_AXES = ("dp", "fs")
 class Options:
     """The options of a shape."""
 
-    layers: int | None = None  # as many as the model has
+    layers: int | None = None  # default: as many as the model has
     batch_size: int = 1  # examples of each shard of the batch
     context: int = 4096  # tokens of an example
     sequence_parallel: bool = False  # shard the activations between layers along the sequence dim
@@ -201,8 +201,8 @@ class Shape(NamedTuple):
     """A step by its name."""
 
     build: Callable[[Options, Mesh], Step]
-    options: tuple[str, ...]  # that change it
-    axes: tuple[str, ...]  # of the mesh
+    options: tuple[str, ...]  # options that change it
+    axes: tuple[str, ...]  # axes of the mesh
 
 
 _OPTIONS = ("layers", "batch_size", "context", "fully_shard")

@@ -55,7 +55,7 @@ class _TestRun:
 
     test_class: Reference | type["RankedTestCase"]
     method: str
-    attributes: bytes  # those that setUp made, pickled
+    attributes: bytes  # attributes from setUp, pickled
     unpicklable: Mapping[str, str]  # why others of them cannot be pickled, by name
     fingerprinted: bool  # ranks compare their collectives before they make them, as simulated ranks always do
 

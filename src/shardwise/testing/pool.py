@@ -89,7 +89,7 @@ class Pool:
 
     def __init__(self, size: int, backend: str) -> None:
         self.size = size
-        self.worlds = 0  # that these processes have joined
+        self.worlds = 0  # worlds that these processes have joined
         self.answers: Answers = {}
         self.store = MemoryFile()
         self.stacks = [MemoryFile() for _ in range(size)]

@@ -18,7 +18,7 @@ from shardwise._collectives import outside_ranks, rank_of_thread
 P = ParamSpec("P")
 T = TypeVar("T")
 _lock = threading.Lock()
-_worlds: list[object] = []  # that are running
+_worlds: list[object] = []  # running worlds
 _patches = ExitStack()
 _start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
 

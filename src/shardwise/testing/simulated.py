@@ -144,9 +144,9 @@ class _Simulation:
         self.open_exchanges: dict[tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]] = {}
         self.over = threading.Event()
         self.stopped = False
-        self.first_ledgers: dict[int, Ledger] = {}  # in which a note of a key was made first
-        self.different: DifferentValues | None = None  # of those ranks
-        self.identity = object()  # what the owners of its layouts remember of it
+        self.first_ledgers: dict[int, Ledger] = {}  # where the first note of a key was made
+        self.different: DifferentValues | None = None  # the first difference between notes
+        self.identity = object()  # identity for the owners of its layouts
         self.ranks = [_Rank(self, rank) for rank in range(size)]
         self.ready = deque(self.ranks)
         self.running: _Rank | None = None
@@ -214,7 +214,7 @@ class _Simulation:
             rank.error = error
         rank.ended = True
         rank.ledger.switch_numbers(False)
-        rank.owner.forget()  # whose layouts refer to the owner
+        rank.owner.forget()  # its layouts refer to the owner
         if rank.error is not None:  # the ranks that wait for this one raise
             for ranks, number in [key for key in self.open_exchanges if rank.rank in key[0]]:
                 for member in self.open_exchanges.pop((ranks, number)):
@@ -272,7 +272,7 @@ class _Simulation:
         rank.pending = pending
         if len(calls) == len(ranks):
             self.complete(ranks, number)
-        del calls  # what others sent is theirs to free while this rank waits
+        del calls  # other ranks free their tensors while this one waits
         rank.process_state = process_state()
         self.pass_turn()
         self.await_turn(rank)
@@ -288,7 +288,7 @@ class _Simulation:
         calls = {rank: call for rank, (call, _) in joined.items()}
         values, self.different = self.different, None
         outcomes: Sequence[Tensor | BaseException]
-        if values is not None:  # which may be why the calls are different
+        if values is not None:  # this may be why the calls differ
             text = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
             outcomes = [MismatchError(text) for _ in ranks]
         elif why := mismatch(ranks, calls) or self.difference(ranks):

@@ -53,7 +53,7 @@ class Failure:
     summary: str
     traceback: str
     place: StackFrame | None  # the innermost line of the user's code
-    first_line: int  # of the function that it is in
+    first_line: int  # first line of its function
 
 
 def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequence[str], backend: str) -> None:

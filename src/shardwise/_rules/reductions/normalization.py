@@ -235,9 +235,9 @@ class Channels:
     x: Tensor
     box: Box
     groups: int
-    size: int  # of a group
-    group: Tensor  # of each channel
-    statistics: dict[str, Layout]  # that change
+    size: int  # channels of a group
+    group: Tensor  # the group of each channel
+    statistics: dict[str, Layout]  # running statistics that change
 
     @cached_property
     def flat(self) -> Tensor:

@@ -62,7 +62,7 @@ def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtyp
     x = autocast_to_float(x) if dtype is None else x.to(dtype)
     shard, (along,) = nonempty_shard(ctx, as_float64(x), dims, 1)
     own = shard.prod(along, keepdim=keepdim)
-    total: Tensor = reduce(torch.mul, ctx.all_gather(own).unbind())  # whose gradients divide by no infinite one
+    total: Tensor = reduce(torch.mul, ctx.all_gather(own).unbind())  # its gradients divide by no infinite value
     kept = x.dtype if x.is_floating_point() or x.is_complex() else own.dtype
     return total.to(dtype or kept)
 
@@ -130,7 +130,7 @@ def _variance(
     if x.is_complex():
         result, mean = result.sum(-1), torch.view_as_complex(mean)
     if root:
-        zero = result == 0  # where torch's gradient is zero, not infinite
+        zero = result == 0  # torch's gradient is zero there, not infinite
         result = torch.where(zero, 0, torch.where(zero, 1, result).sqrt())
     result = result.to(x.dtype.to_real())
     return (result, mean.to(x.dtype)) if with_mean else result

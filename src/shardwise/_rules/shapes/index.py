@@ -485,7 +485,7 @@ for _name, _mode, _names, _indexing, _wraps in OPS:
     for _op, _in_place in forms_of(_name):
         _form = IndexForm(tuple(_names.split()), _indexing, _in_place, _wraps)
         _shape = None if _mode == "read" else shape_of_first
-        _takes_masks = _name in ("index", "index_put")  # which have no rows
+        _takes_masks = _name in ("index", "index_put")  # these have no rows for masks
         register(OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form, typed=_takes_masks), _op)
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
 for _op, _in_place in forms_of("masked_scatter"):

@@ -147,7 +147,7 @@ class _Group:
     leaf_numbers: "count[int]" = field(default_factory=lambda: count(1))
     plans: dict[tuple[int, ...], BucketPlan] = field(default_factory=dict)  # by the numbers of all leaves
     last_leaves: tuple[int, ...] = ()  # the key of the plan that was used last
-    agreed: dict[str, str] = field(default_factory=dict)  # what was reduced last
+    agreed: dict[str, str] = field(default_factory=dict)  # the last reduced leaves
     # Of the current or the last backward. It keeps the leaves: those that are reduced together must not depend on when
     # the garbage collector of a rank frees a model.
     pending: "PendingGradients | None" = None
@@ -215,7 +215,7 @@ class PendingGradients:
         self.group = group
         self.plan = plan  # the expected one, by which buckets are sent early
         self.leaves: dict[int, DTensor] = {}  # by number
-        self.backwards: dict[int, int] = {}  # by number: how often a gradient was added to that of the leaf
+        self.backwards: dict[int, int] = {}  # by number: gradients added to the leaf's
         self.sent: list[SentBucket] = []  # the first buckets of the plan
 
     def remove(self, leaf: DTensor) -> None:

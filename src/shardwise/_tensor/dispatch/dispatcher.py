@@ -136,7 +136,7 @@ def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 def _other_function(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Handler | None:
     """The function that runs a call with `out=` or with plain tensors that has no rows as it is."""
-    if "out" in kwargs and not isinstance(func, OpOverload):  # which writes to it
+    if "out" in kwargs and not isinstance(func, OpOverload):  # it writes to `out`
         return _run_with_out
     if rule.in_place and type(args[0]) is not DTensor:
         return operands.into_plain

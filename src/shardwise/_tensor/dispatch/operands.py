@@ -77,7 +77,7 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     if is_torch_dtensor(x):
         return DTensor.from_torch_dtensor(x)
     x = arrived(x)
-    if type(x).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose memory is not the mask
+    if type(x).__name__ == "CausalBias":  # torch.nn.attention.bias: its memory is not the mask
         x = cast(Any, x)._materialize(mesh.device_type)
     if _strict.get() and x.ndim:
         raise RuleError(

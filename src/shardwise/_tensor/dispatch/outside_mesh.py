@@ -33,7 +33,7 @@ from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import RuleError
 
-_TO = Tensor.to  # which a simulation wraps
+_TO = Tensor.to  # a simulation wraps it
 
 
 def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> OnMeta | None:

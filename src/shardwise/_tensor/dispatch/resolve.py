@@ -86,7 +86,7 @@ class SlottedCall:
                 self._results = self._on_meta(None)
             except NotImplementedError as error:
                 raise NoRowError(f"The shape of the result of {self.func} is data-dependent.") from error
-            except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
+            except RuntimeError:  # differing dtypes: autocast makes them equal, but not on the meta device
                 cast = Autocast.of(self.layouts[0].mesh.device_type).dtype
                 if cast is None:
                     raise
@@ -163,20 +163,20 @@ Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of ea
 class Recipe:
     """The way to run one op on one combination of layouts, on any rank."""
 
-    op: Op  # what each rank runs, unless there is a local implementation
-    python: bool  # that is Python code, which would read global shapes
+    op: Op  # the op on each rank, unless there is a local implementation
+    python: bool  # the op is Python code, which would read global shapes
     redistributed: tuple[tuple[int, Layout], ...]  # (index of an operand, the layout it is redistributed to)
-    layouts: tuple[Layout, ...]  # of all operands after that
+    layouts: tuple[Layout, ...]  # layouts of all operands after redistribution
     local_impl: Callable[..., Any] | None
     local_axes: tuple[int, ...]
     output: Layouts
-    rows: tuple[Row, ...] = ()  # those that give results of data-dependent shape their layouts
-    cause: Cause = INTERNAL  # of the op's communication
+    rows: tuple[Row, ...] = ()  # rows that determine layouts of results with data-dependent shape
+    cause: Cause = INTERNAL  # cause of the op's communication
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
-    order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
+    order: tuple[int, ...] = ()  # dims of the first result in memory, if its shape depends on data; () is rising
     written: tuple[int, ...] | None = None  # operands to which an op that runs replicated writes; None: it has rows
-    saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
+    saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once known
 
 
 class NoRowError(RuleError):

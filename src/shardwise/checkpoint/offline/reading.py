@@ -20,7 +20,7 @@ from shardwise.checkpoint.sources import Extent, Progress, Source, checkpoint_so
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError, did_you_mean
 
-SHOWN = 8  # of the prefixes that an error names
+SHOWN = 8  # prefixes that an error names
 
 
 @checked

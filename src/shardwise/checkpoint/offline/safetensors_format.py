@@ -32,7 +32,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 REMOVED = "shardwise.removed_prefix"  # in the metadata of exported files: what their names had in the checkpoint
 HEADER_READ = 1 << 24  # bytes, for 100,000 tensors and more; parsed they take 13 times as much memory
-SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
+SHARD_BYTES = 5 * 10**9  # bytes of one file, as in Hugging Face's `save_pretrained`
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 

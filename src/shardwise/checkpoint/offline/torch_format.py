@@ -239,7 +239,7 @@ def _source(
         tensors, values = _items_of(metadata, paths, skip, open_file)
     except CheckpointError:
         raise
-    except Exception as error:  # what a pickle makes raises anything
+    except Exception as error:  # a pickle may raise anything
         raise foreign(f"{folder / METADATA}: is not metadata of torch.distributed.checkpoint: {error!r}") from error
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
     check_shapes(old, {name: tensor.shape for name, tensor in tensors.items()}, names.parameters or ())
@@ -362,7 +362,7 @@ def _extent(box: Box, dtype: torch.dtype, item: _Slice) -> Extent:
             if order and opened.read(order[0]) != b"little":
                 raise ValueError("its bytes are not in little-endian order")
         item.seek(0)
-        with FakeTensorMode():  # which reads no elements, and says where they are
+        with FakeTensorMode():  # it reads no elements, and has their offsets
             x = torch.load(cast("IO[bytes]", item), weights_only=True)
         if (x.dtype, tuple(x.shape)) != (dtype, box.sizes):
             raise ValueError(f"it has {x.dtype} {tuple(x.shape)}, the metadata says {dtype} {box.sizes}")

@@ -22,8 +22,8 @@ from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError, did_you_mean
 
 OPTIMIZER, GROUPS = "optimizer.", ".param_groups"
-MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # what programs call the state of a module
-SHOWN = 5  # of a list, how many names an error has
+MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # programs' names for the state of a module
+SHOWN = 5  # names of a list in an error
 
 Groups: TypeAlias = list[dict[str, Any]]
 

@@ -29,9 +29,9 @@ Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
 """Waits for an all-gather and returns the full tensors; writes them to the given tensors, if any."""
 NO_BACKWARD = -1
 backward_task = torch._C._current_graph_task_id  # torch's number of the backward that runs, or `NO_BACKWARD`
-UNIT = "_fully_sharded_unit"  # of a module
-STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
-IGNORED = "_fully_shard_ignores"  # of a parameter
+UNIT = "_fully_sharded_unit"  # attribute of a module
+STORED = "_fully_sharded_parameters"  # attribute of a module: how its own parameters are stored, by name
+IGNORED = "_fully_shard_ignores"  # attribute of a parameter
 
 
 @checked_init

@@ -52,8 +52,8 @@ from shardwise.parallel.fully_sharded.messages import (
     messages_of,
 )
 
-UNREDUCED = "_unreduced_gradient"  # of a parameter: its full gradient of earlier backwards, and the name of its unit
-CALLERS = 4  # of deepcopy: a copy is known by where it was made
+UNREDUCED = "_unreduced_gradient"  # on a parameter: its full gradient of earlier backwards, and its unit's name
+CALLERS = 4  # callers of deepcopy that identify a copy
 T = TypeVar("T")
 
 
@@ -109,12 +109,12 @@ class FullParameters:
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.is_pinned = False  # its memory is kept: it is part of an output
         self.backward = NO_BACKWARD  # torch's number of the backward that needs it
-        self.earlier: Sequence[ref[FullParameters]] = ()  # of the units that ran before, which backward needs next
+        self.earlier: Sequence[ref[FullParameters]] = ()  # parameters of earlier units, which backward needs next
         self._seen = _versions(self.parameters)
         self._finish: list[Finish] = []  # while gathering
         self._resharded: list[tuple[Batched, list[Tensor]]] = []  # shards of each message among fewer ranks
         self._shown: list[Tensor] = []  # what modules have instead of stored parameters
-        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # what they had there
+        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # by `_shown`
 
     def become(self, state: State) -> None:
         """Change the state.
@@ -441,14 +441,14 @@ class Unit:
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
         self.data_ranks = frozenset(options.mesh.ranks)  # of all units of the model in whose forward it ran
-        self.order: list[Unit] = []  # of the last forward with this unit as root
+        self.order: list[Unit] = []  # units of the last forward with this one as root
         self.is_running = False  # its forward
-        self.shown: FullParameters | None = None  # what modules have, in a forward or a backward
+        self.shown: FullParameters | None = None  # parameters of a running forward or backward
         self.ahead: FullParameters | None = None  # started for the next forward
         self.slots = Slots(module)
         self._as_dtensors = False
         self._checked: object = None
-        self._copies: Counter[str] = Counter()  # by where they were made
+        self._copies: Counter[str] = Counter()  # copies by where they were made
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Unit":
         module = cast(nn.Module, memo[id(self.module)])
