@@ -42,9 +42,8 @@ def simulate(
 
     The function runs once for each class, as one rank of it. Tensors of floating dtype with dims have no values, nor
     have results computed from them; integers have values, up to 4 Mi elements of a tensor. A condition on missing
-    values is False (`if bad.any()`), and the result lists it. Shapes, dtypes and strides are those of a run; devices
-    are CPUs, whatever the program asks for. The first step is not counted, because optimizers create their states in
-    it.
+    values is False (`if bad.any()`); the result lists it. Shapes, dtypes and strides are those of a run; devices are
+    CPUs, whatever the program asks for. The first step is not counted: in it, optimizers create their states.
 
     An op takes the time of its FLOPs, or of its memory traffic if that is longer. Nothing overlaps.
 
