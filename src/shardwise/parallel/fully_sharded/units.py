@@ -614,7 +614,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def _mark_parameter(shown: Tensor, parameter: DTensor) -> None:
-    """Make `x` pass for an `nn.Parameter` with the attributes that a user set on it."""
+    """Make `shown` pass for an `nn.Parameter` with the attributes that a user set on it."""
     shown._is_param = True
     for key, x in parameter.__dict__.items():
         if key[0] != "_":
