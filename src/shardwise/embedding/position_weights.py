@@ -41,10 +41,10 @@ class PositionWeightedModuleCollection(nn.Module):
         )
 
     def forward(self, features: JaggedFeatures) -> KeyedJaggedTensor:
-        """The bags with these weights, which replace earlier ones.
+        """The same bags with weights; those that they have are replaced.
 
         Raises:
-            JaggedError: a bag has too many ids for its feature.
+            JaggedError: a bag that has more ids than its feature may.
         """
         given = features if isinstance(features, KeyedJaggedTensor) else KeyedJaggedTensor.from_torchrec(features)
         weights = [self._weights(name, jagged.lengths()) for name, jagged in given.to_dict().items()]

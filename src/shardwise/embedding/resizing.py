@@ -208,7 +208,7 @@ def _boxes(plan: Plan, table: int, of_rows: bool) -> list[list[Box]]:
 
 
 def _rows_of_message(held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], element_size: int) -> int:
-    """The rows of each box in one message: a rank sends and receives at most `MOST_BYTES`."""
+    """How many rows of each box are sent at a time, so that a rank sends and receives at most `MOST_BYTES`."""
     first = np.sort([box.offsets[0] for boxes in wanted for box in boxes])
     stop = np.sort([box.offsets[0] + box.sizes[0] for boxes in wanted for box in boxes])
     most = max(

@@ -88,7 +88,7 @@ class ViewOfStack(TableWeight):
         self._note_place()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by `to`, `half`, `cuda` and `to_empty` of any module around the table.
+        """What `to`, `half`, `cuda` and `to_empty` of any module around it call.
 
         Raises:
             PlanError: `fn` would replace the memory; nothing has changed then.
