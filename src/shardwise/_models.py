@@ -139,7 +139,7 @@ class ModelArgs:
 
     @property
     def kv_heads(self) -> int:
-        """How many heads of keys and values there are."""
+        """The number of heads of keys and values."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property

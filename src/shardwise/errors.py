@@ -1,7 +1,7 @@
 """Every error this library raises on purpose.
 
-A message has what is wrong, where (rank, parameter, table, global id), expected against got, and a fix. An error about
-a cross-rank fact has the same text on every rank.
+A message says what is wrong, where (rank, parameter, table, global id), expected against got, and a fix. An error that
+concerns several ranks has one text on all of them.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def summary(error: BaseException, lines: int = 1) -> str:
 
 
 def without_fix(error: BaseException) -> str:
-    """The text of `error` without its fix and last full stop: for one that has another fix, or a list of several."""
+    """The text of `error` without its fix and last full stop, for an error with another fix or a list of several."""
     return str(error).partition("Fix: ")[0].rstrip().rstrip(".")
 
 
@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], text: str = " Did you mean {!r}?") -> str:
-    """`text` with the known name that is spelt most like `name`; "" if none is like it."""
+    """`text` with the known name that is spelt most like `name`; "" if none is similar."""
     close = get_close_matches(name, list(known), n=1)
     return text.format(close[0]) if close else ""
 
@@ -38,7 +38,7 @@ IN_PARENTHESES = " (did you mean {!r}?)"  # inside a sentence
 
 
 class ArgumentError(ShardwiseError, TypeError, ValueError):
-    """An argument of another type than the function takes."""
+    """An argument of a type that the function does not take."""
 
 
 class MeshError(ShardwiseError, ValueError, RuntimeError):
@@ -48,12 +48,12 @@ class MeshError(ShardwiseError, ValueError, RuntimeError):
 class LayoutError(ShardwiseError, ValueError, RuntimeError):
     """Placements, sizes or boxes that do not describe the tensor: gap, overlap, out of range, wrong count.
 
-    Torch raises one kind or the other.
+    Torch raises ValueError or RuntimeError.
     """
 
 
 class ShapeError(ShardwiseError, ValueError, RuntimeError):
-    """A plain tensor beside DTensors without the global shape; torch raises one kind or the other, by op."""
+    """A plain tensor beside DTensors without the global shape. Torch raises ValueError or RuntimeError, by op."""
 
 
 class RuleError(ShardwiseError, NotImplementedError):
@@ -65,8 +65,8 @@ class ShadowError(ShardwiseError, AssertionError):
 
     Attributes:
         op: its name.
-        rank: one that holds the largest difference.
-        index: of that element in the global tensor; empty where shapes or kinds differ.
+        rank: a rank that holds the largest difference.
+        index: of that element in the global tensor; empty if shapes or types differ.
         difference: absolute; infinite where a value is missing or not a number.
     """
 
@@ -97,7 +97,7 @@ class MismatchError(ShardwiseError, ValueError):
 
 
 class GroupError(ShardwiseError, RuntimeError):
-    """A process group that this rank is not of, or one inside another where only one may be set."""
+    """A process group without this rank, or one inside another where only one may be set."""
 
 
 class ThreadError(ShardwiseError, RuntimeError):
@@ -113,7 +113,7 @@ class RemoteRankError(ShardwiseError, RuntimeError):
 
 
 class CaptureError(ShardwiseError, RuntimeError):
-    """Something that a recorded step could not repeat."""
+    """Something that a captured graph could not repeat."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -141,11 +141,11 @@ class OptimizerError(ShardwiseError, RuntimeError):
 
 
 class PlaceError(ShardwiseError, IndexError, RuntimeError):
-    """An index outside the tensor that is read or written at it; torch raises one kind or the other, by op."""
+    """An index outside the tensor. Torch raises IndexError or RuntimeError, by op."""
 
 
 class EmptyError(ShardwiseError, IndexError, RuntimeError):
-    """Nothing to choose an element of; torch raises one kind or the other, by op."""
+    """No element to choose. Torch raises IndexError or RuntimeError, by op."""
 
 
 class IdTypeError(ShardwiseError, TypeError):

@@ -1,7 +1,7 @@
 """Ring attention: queries stay where they are, blocks of keys and values pass from rank to rank.
 
 A rank adds up softmax(q kᵀ) v over the blocks by the online softmax, and computes the weights again in backward. So it
-never holds keys, values or weights of the full sequence. Only a gradient of the gradient is that of `math_attention`,
+never holds keys, values or weights of the full sequence. Only the gradient of a gradient uses `math_attention`,
 attention as plain ops on all keys.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context (2023).
@@ -29,12 +29,12 @@ SCORES = 1 << 22  # elements of the scores that a rank has at a time: 16 MiB in 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who holds which positions of the sequence.
+    """The positions of the sequence on each rank.
 
     Args:
         exchange: sends between the ranks of the ring; a block moves to the next rank of `exchange.ranks` at each step.
         at: the index of this rank among them.
-        queries, keys: the positions that each of them holds.
+        queries, keys: the positions on each rank.
         causal: a query attends to the keys up to its own position.
         scale: of the scores.
     """
@@ -48,11 +48,11 @@ class Ring:
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks each block is passed on to: up to the last one that needs it."""
+        """The number of ranks to which each block is passed: up to the last one that needs it."""
         return _hops(self.queries, self.keys, self.causal)
 
     def neighbor(self, steps: int) -> int:
-        """The index of the rank so many steps ahead."""
+        """The index of the rank `steps` ahead."""
         return (self.at + steps) % len(self.keys)
 
     def length(self, rank: int) -> int:
@@ -84,8 +84,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
     Returns:
         (…, H, queries, F), in the dtype of the query.
 
-    Sends: in forward the block of each rank, as often as `hops` says. In backward the block again, and its gradient in
-    float32 (float64 of that) as often and then back to its rank. A gradient of the gradient gathers all keys.
+    Sends: in forward the block of each rank, `hops` times. In backward the block again, and its gradient in float32
+    (float64 for float64), as often, and then back to its rank. A gradient of the gradient gathers all keys.
     """
     operands = autocast_operands(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
@@ -93,7 +93,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
 
 
 def autocast_operands(*operands: Tensor) -> Sequence[Tensor]:
-    """Operands in the dtype in which attention takes them, that of autocast where it is enabled."""
+    """Operands in attention's dtype: that of autocast, if enabled."""
     kind = operands[0].device.type
     if not torch.is_autocast_enabled(kind) or operands[0].dtype == torch.float64:
         return operands
@@ -174,7 +174,7 @@ def _gradients(
 def _blocks(
     ring: Ring, exchange: Exchange, query: Tensor, key: Tensor, value: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(step, keys, values) of the blocks that pass this rank, its own first. The next one arrives meanwhile.
+    """(step, keys, values) of the blocks that pass this rank, its own first. The next block arrives meanwhile.
 
     Keys and values have a head for each head of the queries. They are empty at a step without a block.
     """
@@ -219,8 +219,8 @@ def _started(
 
     Args:
         sends: by receiver; one at most.
-        expected: by sender: the rank whose block it is about, and the number of elements.
-        anything: whether any rank sends anything.
+        expected: by sender: the rank whose block the message is about, and the number of elements.
+        anything: whether any rank sends a message.
     """
     if not anything:
         return dict
@@ -240,10 +240,10 @@ def _started(
 
 
 def _scores(ring: Ring, step: int, query: Tensor, keys: Tensor, batch: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, scaled scores) of those queries and keys of this step's block where any query attends to any key.
+    """(rows, columns, scaled scores) of the queries and keys of this step's block where any query attends to any key.
 
     Args:
-        batch: how many matrices of scores there are.
+        batch: number of matrices of scores.
     """
     row = 0
     for q, queries in ring.queries[ring.at]:
@@ -297,7 +297,7 @@ def _of_block(gradient: Tensor, local: Tensor) -> Tensor:
 def _differentiable_gradients(
     operands: Sequence[Tensor], needed: Sequence[bool], grad: Tensor, ring: Ring
 ) -> list[Tensor | None]:
-    """Gradients with a graph of their own: of attention to all keys, which this rank gathers."""
+    """Gradients with a graph: of attention to all keys, which this rank gathers."""
     query, key, value = operands
     lengths = [ring.length(rank) for rank in range(len(ring.keys))]
     flat, elements = flat_cat([key.reshape(-1), value.reshape(-1)]), _elements(key, value)

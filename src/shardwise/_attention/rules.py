@@ -105,7 +105,7 @@ def _attend(
 
 @lru_cache(maxsize=1024)
 def _shares_heads(layouts: tuple[Layout, ...], ranks: tuple[int, ...], at: int) -> bool:
-    """Whether on each rank the local key heads are those of its query heads, each for as many of these."""
+    """Whether each rank's local key heads are those of its query heads, each for equally many."""
     queries, *others = layouts[:3]
     for layout in others if at >= 0 else ():
         size = max(1, queries.shape[at] // max(1, layout.shape[at]))
@@ -127,13 +127,13 @@ def _around_the_ring(
 
 @lru_cache(maxsize=1024)
 def _spans(layout: Layout, ranks: tuple[int, ...], at: int) -> tuple[Spans, ...]:
-    """Which positions of dim `at` each rank holds."""
+    """The positions of dim `at` on each rank."""
     boxes = [layout.box(rank) for rank in ranks]
     return tuple([((box.offsets[at], box.sizes[at]),) for box in boxes])
 
 
 def _heads_of_queries(ctx: LocalContext, key: Tensor, value: Tensor, at: int) -> list[Tensor]:
-    """The head of the keys and of the values of each local head of the queries."""
+    """The key and value head of each local query head."""
     of_queries, *others = ctx.layouts[:3]
     group_sizes = [of_queries.shape[at] // layout.shape[at] for layout in others]
 
@@ -206,7 +206,7 @@ def multi_head(*args: object, **kwargs: object) -> list[Row]:
 
 
 def without_torch_function(function: Op) -> Op:
-    """A Python function of torch that does not dispatch to `__torch_function__` itself, only the ops that it calls."""
+    """A Python function of torch without dispatch to `__torch_function__`; only the ops that it calls dispatch."""
     names = function.__globals__ | {"has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -1,8 +1,8 @@
 """The command line: parses arguments, calls, prints.
 
-A sub-command is a module here with `add_parser(subparsers)`, which sets `run` as a default, and
-`run(args) -> int`. What is slow to import (torch, and what needs it) is imported inside `run`, so that
-`shardwise --help` answers at once. A new sub-command is added to `COMMANDS`.
+A sub-command is a module here with `add_parser(subparsers)`, which sets `run` as a default, and `run(args) -> int`.
+Slow imports (torch, and modules that need it) are inside `run`, so that `shardwise --help` answers at once. A new
+sub-command is added to `COMMANDS`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code (`Exit`).
 
     Args:
-        argv: without the name of the program; that of this process if None.
+        argv: arguments without the name of the program; None: those of this process.
     """
     try:
         code = _run(argv)
@@ -69,7 +69,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="shardwise", description=about)
     parser.add_argument("--version", action="version", version=f"shardwise {installed('shardwise')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parser.set_defaults(parser=parser)  # what `completion` completes
+    parser.set_defaults(parser=parser)  # `completion` completes it
     for command in COMMANDS:
         command.add_parser(subparsers)
     text = "show where an error came from, not just its message"
@@ -81,7 +81,7 @@ def build_parser() -> Parser:
 
 @contextmanager
 def _handling_signals() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C does, so that ranks are ended and files are closed.
+    """Make SIGTERM unwind like Ctrl-C, so that ranks are ended and files are closed.
 
     Ctrl-C during an import ends the process: torch and numpy turn the KeyboardInterrupt into another error, or lose it.
     """

@@ -1,4 +1,4 @@
-"""Measures what collectives cost here, for `shardwise doctor --calibrate`, and writes a file of costs and speeds."""
+"""Measures the costs of collectives here, for `shardwise doctor --calibrate`, and writes a file of costs and speeds."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from shardwise._pictures.labels import count_text
 from shardwise._pictures.report import table_text
 from shardwise.errors import MeshError
 
-KILOBYTES = (4, 64, 1024, 16384)  # of the full tensor
+KILOBYTES = (4, 64, 1024, 16384)  # sizes of the full tensor
 ROUNDS = 9
 FASTEST = 1e9  # megabytes per second, where sizes make no difference
 
@@ -32,12 +32,12 @@ class Timing(NamedTuple):
     """One call of a collective: the time of the slowest rank."""
 
     ranks: int
-    num_bytes: float  # what the busiest rank receives; between hosts, what crosses the link of a host
+    num_bytes: float  # bytes that the busiest rank receives; between hosts, bytes on the link of a host
     microseconds: float
 
 
 def measure(device_type: str) -> Tables:
-    """The figures inside a host, and those between hosts, if there are several. All ranks call this and get the same.
+    """The costs inside a host, and between hosts, if there are several. All ranks call this and get equal results.
 
     Raises:
         MeshError: the world has one rank, or none shares a host with another one.
@@ -80,7 +80,7 @@ def _fitted(groups: Sequence[Ranks], per_host: int | None, device_type: str) -> 
 
 
 def _timed(group: Ranks, elements: int, device_type: str, per_host: int | None) -> dict[str, Timing]:
-    """Each collective, of a full tensor of about so many float32. All groups of this kind run at once."""
+    """Each collective, of a full tensor of about `elements` float32. All groups of this kind run at once."""
     n, everyone = len(group), tuple(range(collectives.world_size()))
     size = -(-elements // n) * n
     full, reduced = (torch.ones(size, device=device_type) for _ in range(2))
@@ -114,7 +114,7 @@ def _seconds(collective: Collective, device_type: str) -> float:
 
 
 def fit(timings: Sequence[Timing]) -> Measured:
-    """The figures for which the relative errors of these timings are smallest, none of them negative."""
+    """The costs with the smallest relative errors for these timings, none of them negative."""
     weighted = np.array([np.array([1.0, max(0, t.ranks - 2), t.num_bytes]) / t.microseconds for t in timings])
     used = [i for i in range(3) if i != 1 or len({t.ranks for t in timings}) > 1]
     found = np.zeros(3)
@@ -135,7 +135,7 @@ def write_costs(
     *tables: Mapping[str, Measured] | None,
     speeds: Mapping[str, float] | None = None,
 ) -> None:
-    """Write what was measured inside a host and between hosts, and the speeds of ranks."""
+    """Write the costs inside a host and between hosts, and the speeds of ranks."""
     content: dict[str, object] = {"format": cost_tables.FORMAT, "device_type": device_type, "source": source}
     for where, found in zip(("inside", "between"), tables, strict=True):
         rounded = {name: {k: round(x, 3) for k, x in m._asdict().items()} for name, m in (found or {}).items()}
@@ -146,7 +146,8 @@ def write_costs(
 
 
 def calibrate(output: Path) -> str:
-    """Measure what collectives cost in this world, and how fast ranks are. Rank 0 writes the file, and gets a table.
+    """Measure the costs of collectives in this world, and the speeds of ranks. Rank 0 writes the file, and gets a
+    table.
 
     Runs on ranks.
     """

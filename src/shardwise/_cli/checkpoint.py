@@ -1,6 +1,6 @@
-"""`shardwise checkpoint`: looks at checkpoints, verifies, compares, reshards and converts them, in one process.
+"""`shardwise checkpoint`: inspects, verifies, compares, reshards and converts checkpoints, in one process.
 
-A verb is a function with `@_verb`: its name is that of the verb, its docstring the description that `--help` prints.
+A verb is a function with `@_verb`: the function's name is the verb, its docstring the description in `--help`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Shared by the commands: exit codes, files that they read and write, progress, versions of packages."""
+"""Shared by the commands: exit codes, reading and writing files, progress, versions of packages."""
 
 import argparse
 import os
@@ -63,10 +63,10 @@ def add_command(subparsers: SubParsers, name: str, text: str, run: Run) -> argpa
 
 
 class Exit(IntEnum):
-    """What a shell sees; 128 and more are the number of the signal that ended the command, plus 128."""
+    """The exit code for a shell; 128 and more are 128 plus the number of the signal that ended the command."""
 
     OK = 0
-    DIFFERENT = 1  # of what `checkpoint diff` compares
+    DIFFERENT = 1  # found by `checkpoint diff`
     USAGE = 2
     DATA = 3
     CHECKPOINT = 4
@@ -77,7 +77,7 @@ class Exit(IntEnum):
 
 
 def exit_code(error: errors.ShardwiseError) -> Exit:
-    """The code for `error`; a rank that failed with an error of ours counts as that error."""
+    """The code for `error`; a rank that failed with a shardwise error counts as that error."""
     kind = type(error)
     if isinstance(error, RankFailedError):
         kind = getattr(errors, error.error_type, kind)
@@ -135,7 +135,7 @@ def lines_of(file: str) -> list[str]:
 
 
 def check_folder(file: str) -> None:
-    """Raise a ConfigError unless a file could be written there, before the work for its content."""
+    """Raise a ConfigError unless a file can be written there, before its content is computed."""
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{file} cannot be written. Fix: name a file in a folder that exists and is yours.")
@@ -156,8 +156,8 @@ def import_function(what: str, does: str, num_arguments: int) -> Callable[..., A
     """The function `MODULE:FUNCTION`, from a module that Python finds, or in the current folder.
 
     Args:
-        does: what such a function does, for the error: "returns a step".
-        num_arguments: positional ones, with which it can be called.
+        does: the purpose of such a function, for the error: "returns a step".
+        num_arguments: number of positional arguments with which it is called.
     """
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -181,7 +181,7 @@ def import_function(what: str, does: str, num_arguments: int) -> Callable[..., A
 
 @contextmanager
 def naming_lines(what: str) -> Iterator[None]:
-    """What code of the user raises inside is a ConfigError that names the line; errors of the library stay."""
+    """Convert errors of user code inside to a ConfigError that names the line; errors of the library stay."""
     from shardwise._trace.user_stack import StackFrame
 
     try:

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine has, and whether ranks can talk on it."""
+"""`shardwise doctor`: the resources of this machine, and whether ranks can communicate on it."""
 
 import argparse
 import os

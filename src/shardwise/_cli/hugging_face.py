@@ -51,7 +51,7 @@ def read_model(what: str, batch_size: int, context: int | None) -> ConfiguredMod
 
 
 def _loss(module: nn.Module, **inputs: Tensor) -> object:
-    """The loss; what the model returns first, if it takes no labels."""
+    """The loss; the first result of the model if it takes no labels."""
     result = module(**inputs)
     return result.loss if "labels" in inputs else result[0]
 

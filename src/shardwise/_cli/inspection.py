@@ -1,4 +1,4 @@
-"""What `shardwise checkpoint inspect` shows of a manifest: a listing, JSON, or drawings."""
+"""The output of `shardwise checkpoint inspect`: a listing, JSON, or drawings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ def _bytes(tensors: Sequence[StoredTensor]) -> int:
 
 
 def json_text(manifest: Manifest) -> str:
-    """Everything that the manifest has."""
+    """All contents of the manifest."""
     content = {
         "step": manifest.step,
         "world_size": manifest.world_size,
@@ -114,7 +114,7 @@ def json_text(manifest: Manifest) -> str:
 
 
 def drawing(manifest: Manifest) -> str:
-    """A drawing of each tensor as SVG: which file, by the rank that wrote it, has which part."""
+    """A drawing of each tensor as SVG: which file, by its rank, has which part."""
     files = {file_name(rank): rank for rank in range(manifest.world_size)}
     mesh = Mesh((manifest.world_size,))
     pictures = []

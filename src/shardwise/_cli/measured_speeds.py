@@ -15,14 +15,14 @@ COLUMNS = 64
 TABLE_BYTES = 128 << 20  # larger than the caches of a core
 IDS = 1 << 15
 BAG = 16  # ids of a bag, where rows are read and few sums are made
-SIDE = 1024  # of the matrices that are multiplied
+SIDE = 1024  # side of the multiplied matrices
 ROUNDS = 5
 ROUND_SECONDS = 0.05  # longer than the time slice of a process, where ranks share cores
 FASTEST = 1e13  # bytes in a second, where a difference of times says nothing
 
 
 def measure_speeds(device_type: str) -> dict[str, float]:
-    """The speeds of a `Topology` by name. All ranks call this at once, and get the same."""
+    """The speeds of a `Topology` by name. All ranks call this at once, and get equal results."""
     device, optimizer = torch.device(device_type), RowWiseAdagrad(lr=0.1)
     kernels, rows = fastest_kernels(device), TABLE_BYTES // (4 * COLUMNS)
     weight = torch.zeros(rows, COLUMNS, device=device)
@@ -72,7 +72,7 @@ def _seconds(call: Callable[[], object], device_type: str, alone: bool = False) 
 
 
 def _calls(call: Callable[[], object], device_type: str) -> int:
-    """How many calls take about as long as a round."""
+    """The number of calls that take about as long as a round."""
     call()
     return 1 + int(ROUND_SECONDS / _timed(call, 2, device_type) * 2)
 

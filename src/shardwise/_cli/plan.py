@@ -1,4 +1,4 @@
-"""`shardwise plan`: where tables or the parameters of a model go, and whether they fit."""
+"""`shardwise plan`: the placement of tables or of a model's parameters, and whether they fit."""
 
 import argparse
 from collections.abc import Mapping

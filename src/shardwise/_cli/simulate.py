@@ -1,4 +1,4 @@
-"""`shardwise simulate`: whether a training step fits the ranks of a mesh, how long it takes, and what it sends."""
+"""`shardwise simulate`: whether a training step fits the ranks of a mesh, its time, and its communication."""
 
 import argparse
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def _topology(args: argparse.Namespace, ranks: int) -> "Topology":
 
 
 def _step_of(args: argparse.Namespace, mesh: "Mesh") -> Build:
-    """What makes the step: the function of the user, or of a shape with its options."""
+    """The function that makes the step: the user's, or that of a shape with its options."""
     from shardwise.simulation import shapes
 
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}

@@ -28,7 +28,7 @@ from shardwise.plan.table_options import SHARDINGS
 
 
 class TableList(NamedTuple):
-    """The tables of a file, and what `plan_tables` gets with them."""
+    """The tables of a file, and the other arguments of `plan_tables` in it."""
 
     configs: list[EmbeddingBagConfig]
     ids_per_bag: dict[str, float]
@@ -82,7 +82,7 @@ REQUIRED = ("num_embeddings", "embedding_dim")
 LISTS = ("feature_names", "ids_per_bag", "allowed")
 
 Row = tuple[str, str, Mapping[str, object]]
-"""Where it is in the file, the name of the table, and its values."""
+"""Its position in the file, the name of the table, and its values."""
 
 
 def read_tables(file: str) -> TableList:

@@ -28,10 +28,10 @@ def gather_json_to_first(value: T, ranks: Ranks) -> list[T]:
 def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
     """Every rank's JSON value, in rank order; None if all are equal.
 
-    Costs one small collective of digests; the values are sent only if those differ.
+    Costs one small collective of digests; values are sent only if the digests differ.
 
     Args:
-        what: the values are about, for the errors of graph capture.
+        what: name of the values, for the errors of graph capture.
     """
     if len(ranks) == 1:
         return None
@@ -40,9 +40,9 @@ def gather_if_different(what: str, value: T, ranks: Ranks) -> list[T] | None:
 
 
 def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
-    """Raise the same MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
+    """Raise one MismatchError on all `ranks` unless all of them pass an equal JSON `value`.
 
-    Sends what `gather_if_different` sends.
+    Communicates as `gather_if_different`.
     """
     values = gather_if_different(what, value, ranks)
     if values is not None:
@@ -50,7 +50,7 @@ def agree(what: str, value: object, ranks: Ranks, fix: str) -> None:
 
 
 def disagreement(what: str, values: Sequence[object], ranks: Ranks, fix: str) -> MismatchError:
-    """The error that says where the values of ranks differ."""
+    """The error with the differences of the ranks' values."""
     by_text: dict[str, list[int]] = {}
     for member, difference in zip(ranks, _differences(values), strict=True):
         by_text.setdefault(difference, []).append(member)
@@ -63,7 +63,7 @@ def _text(value: object) -> str:
 
 
 def _differences(values: Sequence[object]) -> list[str]:
-    """The values as JSON; if all are objects, without the items that are equal in all of them."""
+    """The values as JSON; if all are objects, without items that are equal in all."""
     objects = [value for value in values if isinstance(value, dict)]
     if len(objects) < len(values):
         return [_text(value) for value in values]

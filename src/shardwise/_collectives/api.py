@@ -49,7 +49,7 @@ _thread = _ThreadState()
 def transport() -> Transport:
     """The transport of this thread: a simulated rank's, else the process group's, or a world of one rank.
 
-    A process that a rank started has the rank and world size of that rank, and cannot communicate.
+    A process that a rank started has its rank and world size, and cannot communicate.
 
     The process group belongs to the process, so threads of autograd use it as well.
 
@@ -87,7 +87,7 @@ share_rank(_rank_and_size)
 
 
 def is_simulated() -> bool:
-    """Whether this thread is a rank of another transport than the process group's."""
+    """Whether this thread is a rank of a transport other than the process group's."""
     return _thread.transport is not None
 
 
@@ -102,28 +102,28 @@ def _as_rank_of(transport: Transport | None, trace: AbstractContextManager[None]
 
 
 def using(transport: Transport) -> AbstractContextManager[None]:
-    """Let this thread be one rank of another transport."""
+    """Make this thread a rank of another transport."""
     return _as_rank_of(transport, comm_trace.separate_rank())
 
 
 def outside_ranks() -> AbstractContextManager[None]:
-    """Let this thread be no simulated rank."""
+    """Make this thread no simulated rank."""
     return _as_rank_of(None, nullcontext())
 
 
 def rank_of_thread() -> Callable[[], AbstractContextManager[None]] | None:
-    """The simulated rank of this thread, which another thread enters to belong to it; None outside simulated ranks."""
+    """The simulated rank of this thread, which another thread may enter; None outside simulated ranks."""
     here, trace = _thread.transport, comm_trace.rank_of_thread()
     return None if here is None else lambda: _as_rank_of(here, comm_trace.as_rank(trace))
 
 
 def owner() -> Owner:
-    """The rank of its world that this thread is or belongs to."""
+    """The rank of its world to which this thread belongs."""
     return transport().owner
 
 
 def is_here(rank: Owner) -> bool:
-    """Whether this thread is that rank; False where it is none, as under torchrun without a process group."""
+    """Whether this thread belongs to that rank; False without ranks, as under torchrun without a process group."""
     try:
         return owner() is rank
     except MeshError:
@@ -131,7 +131,7 @@ def is_here(rank: Owner) -> bool:
 
 
 def costs(device_type: str) -> Costs:
-    """What collectives cost on meshes of such devices: given, in the file of the environment, or of the backend.
+    """The costs of collectives on meshes of such devices: given, in the file of the environment, or of the backend.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -154,7 +154,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 where no others were joined."""
+    """The number of ranks; 1 if this process has joined no world."""
     return transport().world_size
 
 
@@ -162,7 +162,7 @@ def start(collective: Collective) -> Wait:
     """Start a collective; the returned function waits for it and returns its result.
 
     Raises:
-        MeshError: this world has not its ranks: a tensor is used after its world ended, or outside it.
+        MeshError: this world lacks some ranks: a tensor is used after its world ended, or outside it.
         ThreadError: another thread communicates for this rank.
     """
     ranks, tracer = collective.ranks, current.tracer
@@ -200,7 +200,7 @@ def _same(result: Tensor) -> Tensor:
 
 
 def all_to_all(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """Exchange slices of a 1-D tensor; that for this rank itself is copied and not counted."""
+    """Exchange slices of a 1-D tensor; a rank's slice for itself is copied and not counted."""
     return start(Collective("all_to_all", send, ranks, (), send_counts, recv_counts))()
 
 
@@ -215,7 +215,7 @@ def all_gather(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
 
 
 def reduce_scatter(local: Tensor, counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """This rank's elements of the sum of the 1-D tensors of all ranks, which have `counts` for each rank, in order."""
+    """This rank's elements of the sum of the ranks' 1-D tensors, which have `counts` for each rank, in order."""
     return start(Collective("reduce_scatter", local, ranks, counts))()
 
 
@@ -228,21 +228,21 @@ def broadcast(local: Tensor, count: int, root: int, ranks: Ranks) -> Tensor:
 
 
 def exchange_messages(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
-    """`all_to_all` of a tensor on the CPU, whatever the transport can send."""
+    """`all_to_all` of a CPU tensor, whatever the transport can send."""
     return all_to_all(send.to(message_device(ranks)), send_counts, recv_counts, ranks).cpu()
 
 
 def message_device(ranks: Ranks) -> torch.device:
-    """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+    """The device of the library's own messages, such as lengths: the CPU if its tensors can be sent."""
     return transport().message_device(ranks)
 
 
 def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix: str = FIX_VALUES) -> None:
-    """Note the values of `x`, which all `ranks` should have; a later collective raises a MismatchError if not.
+    """Record the values of `x`, which must be equal on all `ranks`; else a later collective raises a MismatchError.
 
-    Sends nothing. Only some of the calls of a call site are noted (`checks/ledger.py`), and of a large tensor only a
-    sample. Tensors of one element, and what the user's code does not combine in backward, are noted only if they are
-    `explicit`: what a hook returned, or a state that is loaded.
+    Sends nothing. Only some calls of a call site are recorded (`checks/ledger.py`), and only a sample of a large
+    tensor. Tensors of one element, and values that user code does not combine in backward, are recorded only if they
+    are `explicit`: the result of a hook, or a state that is loaded.
     """
     here = transport()
     if here.ledger.values and _concerns(here, ranks):
@@ -252,31 +252,31 @@ def expect_equal(x: Tensor, ranks: Ranks, what: str, explicit: bool = False, fix
 
 
 def notes_numbers() -> bool:
-    """Whether this rank notes the numbers among the arguments of ops."""
+    """Whether this rank records the numbers among the arguments of ops."""
     return transport().ledger.numbers
 
 
 def expect_equal_numbers(numbers: Mapping[str, complex], ranks: Ranks, what: str) -> None:
-    """Note numbers, by name, which all `ranks` should pass, if this rank notes numbers; see `expect_equal`."""
+    """Record numbers, by name, which must be equal on all `ranks`, if this rank records numbers; see `expect_equal`."""
     here = transport()
     if here.ledger.numbers and _concerns(here, ranks) and (number := here.ledger.count_recent(what, ranks)):
         here.share_note(here.ledger.add(numbers, ranks, what, number, FIX_NUMBERS))
 
 
 def expect_equal_options(options: Callable[[], Mapping[str, complex]], group: int, ranks: Ranks, what: str) -> None:
-    """Note the options of a step of parameter group `group`, which all `ranks` should have; see `expect_equal`."""
+    """Record the options of a step of group `group`, which must be equal on all `ranks`; see `expect_equal`."""
     here, name = transport(), f"group {group}"
     if here.ledger.values and _concerns(here, ranks) and (number := here.ledger.count(name, ranks)):
         here.share_note(here.ledger.add(options(), ranks, what, number, FIX_OPTIONS, name))
 
 
 def _concerns(here: Transport, ranks: Ranks) -> bool:
-    """Whether a note of values of these ranks concerns this one, which may be no part of a captured graph."""
+    """Whether values of these ranks concern this rank; not inside a captured graph."""
     return len(ranks) > 1 and here.rank in ranks and not is_capturing()
 
 
 def _take_over(here: Transport) -> None:
-    """Let this thread communicate for its rank; if it must not, all ranks raise."""
+    """Let this thread communicate for its rank; if it must not, raise on all ranks."""
     share_rank(_rank_and_size)  # again, because multiprocessing configures a process after it imported its modules
     if here is not TORCH_TRANSPORT:
         return here.threads.take_over()
@@ -319,7 +319,7 @@ def barrier(ranks: Ranks) -> None:
 
 @checked
 def check_ranks(on: bool = True) -> None:
-    """Switch `fingerprint` on, or off again, until this rank leaves its world.
+    """Switch `fingerprint` on, or off, until this rank leaves its world.
 
     All ranks have to call this at the same point of the program.
 
@@ -330,14 +330,14 @@ def check_ranks(on: bool = True) -> None:
 
 
 def check_values(on: bool = True, *, numbers: bool = False) -> None:
-    """Whether values that should be the same on all ranks are compared, from now on in this process.
+    """Set whether values that must be equal on all ranks are compared, from now on in this process.
 
     docs/guarantees.md says what is compared, and when. On simulated ranks it is set for this rank.
 
     Args:
         on: compare tensors; the default of a process.
-        numbers: also compare the numbers among the arguments of ops, for debugging. A program may be right although
-            they differ, such as where one rank takes another way to the same collective.
+        numbers: also compare the numbers among the arguments of ops, for debugging. They may differ in a correct
+            program, for example if one rank takes another path to a collective.
     """
     ledger = transport().ledger
     ledger.values = on
@@ -348,16 +348,16 @@ def check_values(on: bool = True, *, numbers: bool = False) -> None:
 def fingerprint() -> Iterator[None]:
     """Before each collective inside, forward and backward, compare the calls of all ranks. For debugging.
 
-    Compared are kind, dtype, shape or counts, reduction, how many collectives the group has made, the line of the
-    user's code, and the purpose: the op, the operand and the layouts that it is redistributed between, or the text of
-    `describing`. All ranks have to enter and leave at the same point of the program.
+    Compared are kind, dtype, shape or counts, reduction, the number of the group's collectives so far, the line of user
+    code, and the purpose: the op, the operand and the layouts of its redistribution, or the text of `describing`. All
+    ranks have to enter and leave at the same point of the program.
 
-    Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does
-    not count, and its latency: where collectives are small, a step takes about twice as long.
+    Costs one small all-to-all per collective, 8 (2 n + 1) bytes to each of n ranks, which `count_comms` does not count,
+    and its latency: with small collectives a step takes about twice as long.
 
     Raises:
-        MismatchError: inside, on every rank of the group, before anything else is sent; the text has the call and
-            the call site of every rank.
+        MismatchError: inside, on every rank of the group, before anything else is sent; the text has the call and the
+            call site of every rank.
     """
     ledger = transport().ledger
     before = ledger.fingerprints is not None

@@ -1,4 +1,4 @@
-"""Collectives as values, what one rank calls in them, and whether the calls of several ranks match."""
+"""Collectives as values, a rank's call of one, and whether the calls of several ranks match."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +23,10 @@ _purpose: ContextVar[Callable[[], str] | None] = ContextVar("purpose", default=N
 
 @contextmanager
 def describing(describe: Callable[[], str]) -> Iterator[None]:
-    """Describe what the collectives inside are for, such as the op and the layouts of its operands.
+    """Describe the purpose of the collectives inside, such as the op and the layouts of its operands.
 
-    Errors about them quote the text, and `fingerprint` compares it among the ranks; it is made only then. Autograd
-    threads of other devices do not see it.
+    Errors quote the text, and `fingerprint` compares it among the ranks; it is computed only then. Autograd threads of
+    other devices do not see it.
     """
     token = _purpose.set(describe)
     try:
@@ -43,7 +43,7 @@ def _described() -> str:
 class Collective(NamedTuple):
     """A collective of one rank. The result is a new tensor.
 
-        all_to_all      the slices of the 1-D tensors that are for this rank, in rank order
+        all_to_all      the slices of all 1-D tensors for this rank, in rank order
         all_reduce      the reduction of the tensors
         all_gather      the 1-D tensors, one after the other, in rank order
         reduce_scatter  the elements of this rank, of the sum of the 1-D tensors
@@ -53,14 +53,13 @@ class Collective(NamedTuple):
     Attributes:
         tensor: of this rank. It must not change until the collective is finished.
         ranks: global ranks in rising order. All of them make the same call.
-        shape: of an all-reduce that of the tensor; of an all-gather or reduce-scatter the elements of each rank; of a
-            broadcast those of the root.
+        shape: of an all-reduce, that of the tensor; of an all-gather or reduce-scatter, the elements of each rank; of a
+            broadcast, those of the root.
         send_counts, recv_counts: of an all-to-all, elements to and from each rank.
         reduce_op: of an all-reduce: "sum", "max", "min" or "product".
         root: of a broadcast.
-        allocate: may be called for the memory of the result of an all-to-all or all-gather, which the caller may use
-            again later.
-        in_place: nobody else uses the tensor of an all-reduce or a broadcast, which is contiguous: the result may have
+        allocate: may be called for the memory of the result of an all-to-all or all-gather, which the caller may reuse.
+        in_place: nobody else uses the tensor of an all-reduce or a broadcast, which is contiguous: the result may take
             its memory.
     """
 
@@ -77,7 +76,7 @@ class Collective(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kind as errors have it, with the reduction or the root."""
+        """The kind as in errors, with the reduction or the root."""
         names = {"all_reduce": f"all_reduce {self.reduce_op}", "broadcast": f"broadcast from {self.root}"}
         return {**names, "comparison": "comparison by check_ranks() or fingerprint()"}.get(self.kind, self.kind)
 
@@ -88,7 +87,7 @@ class Collective(NamedTuple):
         return CollectiveCall(str(self.tensor.dtype).removeprefix("torch."), shape, self.name, *counts, _described())
 
     def sent_bytes(self, rank: int) -> int:
-        """What `rank` sends to others. An all-reduce is counted as a ring, a broadcast as a chain."""
+        """The bytes that `rank` sends to others. An all-reduce is counted as a ring, a broadcast as a chain."""
         count, own = len(self.ranks), self.ranks.index(rank)
         match self.kind:
             case "all_reduce":
@@ -104,10 +103,10 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What one rank calls in a collective, without its tensor; the attributes are those of a `Collective`.
+    """One rank's call of a collective, without its tensor; the attributes are those of a `Collective`.
 
     Attributes:
-        shape: of an all-to-all that of the tensor.
+        shape: of an all-to-all, that of the tensor.
         kind: the name of a `Collective`, such as "all_to_all", "all_reduce sum" and "broadcast from 2".
         purpose: such as the op and the layouts of its operands.
     """
@@ -129,11 +128,11 @@ class CollectiveCall:
 
     @property
     def must_match(self) -> tuple[object, ...]:
-        """What has to be equal on all ranks, apart from the purpose."""
+        """The values that must be equal on all ranks, without the purpose."""
         return self.kind, self.dtype, () if self.kind == "all_to_all" else self.shape
 
     def check(self, ranks: Ranks) -> None:
-        """Assert what one rank alone can check."""
+        """Assert the conditions that one rank alone can check."""
         if self.kind != "all_to_all":
             return
         assert len(self.send_counts) == len(self.recv_counts) == len(ranks), f"{self} among ranks {ranks}"
@@ -141,24 +140,24 @@ class CollectiveCall:
 
 
 class DescribedCall(TypedDict):
-    """A call and where it was called, for the failure store."""
+    """A call and its call site, for the failure store."""
 
     call: dict[str, Any]  # of a `CollectiveCall`
     where: str
 
 
 def call_from(facts: Mapping[str, Any]) -> CollectiveCall:
-    """A call from JSON, which has lists for tuples."""
+    """A call from JSON, in which tuples are lists."""
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in facts.items()}
     return CollectiveCall(**values)
 
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """The collective that a rank waits in: its call, the group, and its number among those of the group.
+    """The collective in which a rank waits: its call, the group, and its number in the group.
 
     Attributes:
-        where: the line of the user's code, as `format_call_sites` has it.
+        where: the line of user code, as in `format_call_sites`.
     """
 
     call: CollectiveCall
@@ -171,12 +170,12 @@ class PendingCollective:
 
 
 def mismatch(ranks: Ranks, calls: Mapping[int, CollectiveCall], purposes: bool = False) -> str | None:
-    """Why the calls of `ranks` are not one collective; None if they are.
+    """Why the calls of `ranks` do not match; None if they do.
 
     Args:
         ranks: of the group, in rising order.
         calls: of each of them.
-        purposes: whether what they are for must be the same as well.
+        purposes: whether their purposes must match as well.
     """
     if len({call.must_match for call in calls.values()}) > 1:
         return "all ranks must make the same call"
@@ -192,13 +191,13 @@ def mismatch(ranks: Ranks, calls: Mapping[int, CollectiveCall], purposes: bool =
 
 
 def mismatch_text(ranks: Ranks, number: int, why: str, states: Mapping[int, str]) -> str:
-    """The text of a MismatchError about one collective; `states` has a line or more for each rank."""
+    """The text of a MismatchError about one collective; `states` has lines for each rank."""
     table = "".join(f"\n  rank {rank}: {states[rank]}" for rank in ranks)
     return f"Ranks {ranks} disagree on their collective #{number}: {why}.{table}"
 
 
 def unequal(source: int, target: int, sent: int | str, expected: int, pending: PendingCollective) -> MismatchError:
-    """The error about a rank that sends another number of elements than one expects."""
+    """The error about a rank that sends another number of elements than a receiver expects."""
     return MismatchError(
         f"Rank {source} sends {sent} elements to rank {target}, which expects {expected}.\n"
         f"  Rank {target} was in {pending}\n"

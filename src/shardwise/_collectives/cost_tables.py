@@ -1,10 +1,10 @@
-"""What collectives cost, by which the planner compares sequences of them: figures of each backend, and of links.
+"""Costs of collectives, by which the planner compares sequences of them: numbers for each backend, and for links.
 
-    SHARDWISE_COSTS=costs.json torchrun … train.py   # those that `shardwise doctor --calibrate` measured
+    SHARDWISE_COSTS=costs.json torchrun … train.py   # measured by `shardwise doctor --calibrate`
 
-A cost is in bytes that an all-to-all inside a host sends meanwhile. Ranks of one host are `ranks_per_host` consecutive
-ones. What crosses between hosts takes turns on the link of a host: of a ring, what one rank of each group receives, of
-an all-to-all, what all ranks send to other hosts.
+A cost is the bytes that an all-to-all inside a host sends in that time. Ranks of one host are `ranks_per_host`
+consecutive ones. Traffic between hosts takes turns on the link of a host: for a ring, what one rank of each group
+receives; for an all-to-all, what all ranks send to other hosts.
 """
 
 import json
@@ -31,7 +31,7 @@ class Cost(NamedTuple):
 
     Attributes:
         latency: of a collective of no bytes between two ranks, in bytes.
-        per_byte: of a byte that the busiest rank receives; between hosts, that crosses the link of a host.
+        per_byte: per byte that the busiest rank receives; between hosts, per byte on the link of a host.
         per_rank: of each further rank, in bytes.
     """
 
@@ -49,11 +49,11 @@ class Costs:
     """The costs of the collectives of one backend. Equal only to itself, so that it is a cheap key of caches.
 
     Attributes:
-        source: where the figures are from.
+        source: the origin of the numbers.
         inside: of groups of ranks on one host, by collective.
         between: of groups of several hosts.
         ranks_per_host: None if all ranks are on one host.
-        bytes_per_second: of an all-to-all inside a host: what turns a cost into seconds.
+        bytes_per_second: of an all-to-all inside a host; converts a cost into seconds.
     """
 
     source: str
@@ -63,12 +63,12 @@ class Costs:
     bytes_per_second: float = 1.25e9
 
     def of(self, collective: str, group: Sequence[int], ranks: Sequence[int], num_bytes: float) -> float:
-        """The cost of a collective in this group and in those beside it, in bytes.
+        """The cost of a collective in this group and the parallel ones, in bytes.
 
         Args:
             group: rising ranks.
-            ranks: those of all groups, rising.
-            num_bytes: that the busiest rank receives.
+            ranks: ranks of all groups, rising.
+            num_bytes: bytes that the busiest rank receives.
         """
         cost = self.inside[collective].of(len(group), num_bytes)
         on_link = link_bytes(collective, group, ranks, num_bytes, self.ranks_per_host)
@@ -79,7 +79,7 @@ class Costs:
         return self.of(collective, group, ranks, num_bytes) / self.bytes_per_second
 
     def numbers(self) -> dict[str, float]:
-        """All figures by name, to compare them with those of other ranks."""
+        """All numbers by name, for comparison with other ranks."""
         found: dict[str, float] = {"ranks_per_host": self.ranks_per_host or 0}
         for where, table in (("inside", self.inside), ("between", self.between)):
             for name, cost in table.items():
@@ -90,9 +90,9 @@ class Costs:
 def link_bytes(
     collective: str, group: Sequence[int], ranks: Sequence[int], num_bytes: float, ranks_per_host: int | None
 ) -> float:
-    """What crosses the link of a host if each group like this one makes a collective; see `Costs.of`.
+    """The bytes on the link of a host if each group like this one makes a collective; see `Costs.of`.
 
-    A ring goes through all ranks of a host, then to the next one. An all-to-all sends as much to each rank.
+    A ring goes through all ranks of a host, then to the next one. An all-to-all sends equal parts to all ranks.
     """
 
     def on_first_host(ranks: Sequence[int], per_host: int) -> int:
@@ -144,10 +144,10 @@ def costs_of(device_type: str, path: str | None, ranks_per_host: int | None) -> 
     """The costs for meshes of such devices.
 
     Args:
-        path: of a file that `shardwise doctor --calibrate` wrote, for devices of its own type; None: there is none.
+        path: of a file that `shardwise doctor --calibrate` wrote, for devices of its own type; None: no file.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file.
+        ConfigError: it cannot be read, or has a wrong format.
     """
     found = GLOO if device_type == "cpu" else NCCL
     if path:
@@ -162,7 +162,7 @@ def path_of_environment() -> str | None:
 
 
 def ranks_per_host_of(world_size: int) -> int | None:
-    """How many ranks the launcher started on each host; None where all ranks are on one, or it does not say."""
+    """The number of ranks that the launcher started on each host; None if all are on one, or if it is unknown."""
     local, hosts = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     if not local.isdecimal() or not 0 < int(local) < world_size or world_size % int(local):
         return None
@@ -184,7 +184,7 @@ def read_costs(path: Path) -> tuple[str, Costs]:
     """The type of device, and the costs in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file; the text names the key.
+        ConfigError: it cannot be read, or has a wrong format; the text names the key.
     """
     content = _read(path)
     measured = _table(path, content, "inside")
@@ -196,10 +196,10 @@ def read_costs(path: Path) -> tuple[str, Costs]:
 
 
 def read_speeds(path: Path) -> dict[str, Any]:
-    """The speeds of ranks in a file, which are arguments of `Topology`; none in a file of costs alone.
+    """The speeds of ranks in a file, as arguments of `Topology`; none in a file of costs alone.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file; the text names the key.
+        ConfigError: it cannot be read, or has a wrong format; the text names the key.
     """
     found = _read(path).get("speeds", {})
     if not isinstance(found, dict) or set(found) - set(SPEEDS):

@@ -34,15 +34,15 @@ SPARE_SECONDS = 0.5  # beyond the timeout, for ranks that others wait for, and t
 def init_processes(
     rank: int, world_size: int, store: str, timeout_seconds: float = 60.0, backend: str = "gloo", name: str = ""
 ) -> None:
-    """Join the world whose ranks meet in the file `store`; no port is opened for that.
+    """Join the world whose ranks meet in the file `store`; no port is opened.
 
     Args:
         rank: of this process, from 0.
         world_size: how many processes join.
         store: a path that all of them open; empty at first.
         timeout_seconds: how long a rank waits for the others, here and in each collective.
-        backend: of `torch.distributed`; with NCCL the rank takes the GPU of its number, and CPU tensors go by gloo.
-        name: of the world, where others met in the same file.
+        backend: of `torch.distributed`; with NCCL the rank takes the GPU of its number, and CPU tensors use gloo.
+        name: of the world, for a file in which others met before.
 
     Raises:
         RemoteRankError: not all joined in time; the text names the missing ranks.
@@ -57,7 +57,7 @@ def init_processes(
 
 
 def init_from_environment(timeout_seconds: float = 60.0) -> bool:
-    """Join the world that torchrun describes in the environment until this process ends; False where there is none.
+    """Join the world that torchrun describes in the environment until this process ends; False if there is none.
 
     Raises:
         RemoteRankError: not all ranks joined in time; the text names the missing ones.
@@ -78,10 +78,10 @@ def init_from_environment(timeout_seconds: float = 60.0) -> bool:
 def _join(
     store: Store, rank: int, world_size: int, timeout_seconds: float, backend: str | None = None, path: str = ""
 ) -> None:
-    """Join the world whose ranks meet in `store`, which is in the file `path` if there is one.
+    """Join the world whose ranks meet in `store`, in the file `path` if given.
 
-    In a thread, because gloo waits for ever for a rank that is stopped while it connects; so does each use of a file
-    store if a rank is stopped while it uses it, as that locks the file.
+    Runs in a thread, because gloo waits for ever for a rank that is stopped while it connects. So does each use of a
+    file store that a stopped rank has locked.
 
     Raises:
         RemoteRankError: not all joined in time; the text names the ranks that are stopped or have ended.
@@ -116,7 +116,7 @@ def _join(
 
 
 def _explained(store: FailureStore, world_size: int, timeout_seconds: float, cause: str) -> RemoteRankError:
-    """The error about ranks that did not register, are stopped or have ended; the first report on all ranks."""
+    """The error about ranks that did not register, are stopped or have ended; from the first report on all ranks."""
     processes = bounded(lambda: [store.process(rank) for rank in range(world_size)]) or []
     states = ["gone" if process is None else process.state() for process in processes]
     missing = [rank for rank, state in enumerate(states) if state in ("gone", "stopped")]
@@ -146,7 +146,7 @@ def _locked(path: str, timeout_seconds: float) -> RemoteRankError:
 
 
 def _is_locked(path: str, seconds: float) -> bool:
-    """Whether a file is locked at each look in so many seconds."""
+    """Whether a file is locked at each check in so many seconds."""
     until = time.monotonic() + seconds
     with Path(path).open("ab") as file:
         while True:
@@ -159,17 +159,17 @@ def _is_locked(path: str, seconds: float) -> bool:
 
 
 def agree_on_name(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """A new name for a world, the same on all of its ranks.
+    """A new name for a world, equal on all of its ranks.
 
-    torchrun keeps the store of ranks that it restarts, with the addresses and failures of those that have ended. Counts
-    of restarts do not distinguish them: each host has its own. But no rank starts before all of the last start have
-    ended. So rank 0 chooses a name; whoever answers to it is of this start, and has the right name if rank 0 sees that.
-    The answers have the timeouts of the ranks, which have to be equal.
+    torchrun keeps the store of ranks that it restarts, with addresses and failures of ended ranks. Counts of restarts
+    do not distinguish them: each host has its own. But no rank starts before all ranks of the last start have ended. So
+    rank 0 chooses a name; a rank that answers to it is of this start, and has the right name if rank 0 sees the answer.
+    Answers have the timeouts of the ranks, which must be equal.
 
     Args:
-        store: may have keys of earlier worlds, also of some that were never complete.
+        store: may have keys of earlier worlds, also of incomplete ones.
         rank: of this process.
-        world_size: how many processes call this.
+        world_size: number of processes that call this.
         timeout_seconds: how long a rank waits for the others.
 
     Raises:
@@ -210,7 +210,7 @@ def _name_and_timeouts(store: Store, rank: int, world_size: int, timeout_seconds
 
 
 def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
-    """Whether the store has all keys in time."""
+    """Whether the store gets all keys in time."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_seconds))
     except RuntimeError:  # of a file store, that is all
@@ -219,7 +219,7 @@ def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
 
 
 def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:
-    """Let no rank leave the world before all are in it: gloo fails to connect to a rank that has ended since.
+    """Wait until all ranks are in the world before one leaves it: gloo fails to connect to a rank that has ended.
 
     Raises:
         RemoteRankError: not all joined in time; the text names the missing ranks.
@@ -239,7 +239,7 @@ def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeo
 
 
 def begin_again() -> None:
-    """Forget what this rank counted and noted in its world, as if it had just joined. All ranks call it."""
+    """Forget the calls and notes of this rank in its world, as if it had just joined. All ranks call it."""
     TORCH_TRANSPORT.detach()
     TORCH_TRANSPORT.attach()
 

@@ -40,7 +40,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
     """The `Mesh` of a torch DeviceMesh, whose process groups are registered for their ranks.
 
     Raises:
-        MeshError: the world does not have all ranks of the mesh, or it is of another type.
+        MeshError: the world lacks ranks of the mesh, or has another type of device.
     """
     if isinstance(mesh, Mesh):
         return _checked(mesh)
@@ -78,7 +78,7 @@ def _checked(mesh: Mesh) -> Mesh:
 
 @lru_cache(maxsize=1024)
 def _check(mesh: Mesh, world: int) -> None:
-    """Raise MeshError if torch knows no such type of device, or a world of this size has not the ranks of `mesh`."""
+    """Raise MeshError if torch does not know this type of device, or a world of this size lacks ranks of `mesh`."""
     try:
         torch.device(mesh.device_type)
     except RuntimeError:
@@ -115,19 +115,19 @@ def init_device_mesh(
 ) -> Any:
     """A mesh of all ranks: torch's DeviceMesh where processes run, a plain `Mesh` on simulated ranks.
 
-    Under torchrun it joins the ranks, as torch's function does, if the program has not done so: then a rank waits up to
-    60 seconds for the others, to join them and in each collective, or `timeout_seconds`. The process groups of the mesh
+    Under torchrun it joins the ranks, as torch's function does, if the program has not done so. Then a rank waits up to
+    `timeout_seconds`, or 60 seconds, for the others, to join them and in each collective. Process groups of the mesh
     have the timeout of the world, where torch would give them half an hour.
 
     Args:
         device_type: "cpu", "cuda", ….
         mesh_shape: positions of each axis.
         mesh_dim_names: one name an axis.
-        timeout_seconds: of the world that this call joins, 0.001 to 1e9; None: 60, or that of the world where it is
-            joined already. Simulated ranks, and a process that is the only rank, have none.
+        timeout_seconds: of the world that this call joins, 0.001 to 1e9; None: 60, or the timeout of a joined world.
+            Simulated ranks, and a process that is the only rank, have none.
 
     Raises:
-        ArgumentError: a value that is not what it should be, such as `timeout_seconds=0`.
+        ArgumentError: a wrong value, such as `timeout_seconds=0`.
         MeshError: the shape needs more ranks than the world has, or the world has been joined with another timeout.
         RemoteRankError: not all ranks joined in time; the text names the missing ones.
         MismatchError: the ranks that join have different timeouts.
@@ -150,7 +150,7 @@ def init_device_mesh(
 
 
 def _join(device_type: str, timeout_seconds: float | None) -> None:
-    """Join the ranks under torchrun; a world that is there has to have this timeout."""
+    """Join the ranks under torchrun; an existing world must have this timeout."""
     if not dist.is_initialized():
         init_from_environment(60.0 if timeout_seconds is None else timeout_seconds)
         return
@@ -176,7 +176,7 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
     """The global ranks of a process group, in its order.
 
     Args:
-        process_group: one of torch's; a mesh, ours or torch's, or ranks, as simulated ranks have no groups; None is
+        process_group: one of torch's; a mesh, ours or torch's; or ranks, as simulated ranks have no groups. None is
             that of `load_with_process_group`, or all ranks.
         leaving: whether this rank may be outside the group, as it only sends.
 
@@ -218,13 +218,13 @@ def group_ranks(process_group: object = None, *, leaving: bool = False) -> Ranks
 
 
 def rank_and_size(group_name: str) -> tuple[int, int]:
-    """The rank of this process in the process group that torch knows by this name, and the size of that."""
+    """The rank of this process in the process group that torch knows by this name, and the group's size."""
     group: dist.ProcessGroup = vars(distributed_c10d)["_resolve_process_group"](group_name)
     return group.rank(), group.size()
 
 
 def process_group(ranks: Ranks) -> object:
-    """An argument of `group_ranks` for these ranks: torch's process group where one is known, else the ranks."""
+    """An argument of `group_ranks` for these ranks: torch's process group if one is known, else the ranks."""
     if is_simulated() or not dist.is_initialized():
         return ranks
     TORCH_TRANSPORT.attach()
@@ -233,7 +233,7 @@ def process_group(ranks: Ranks) -> object:
 
 @contextmanager
 def load_with_process_group(process_group: G) -> Iterator[G]:
-    """Use `process_group` where none is given, in this thread.
+    """Use `process_group` as the default in this thread.
 
     Raises:
         GroupError: inside another such block.

@@ -76,14 +76,14 @@ JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
 
 
 def _no_world() -> None:
-    """What a reference to a world that has ended returns."""
+    """The target of a reference to a world that has ended."""
 
 
 class TorchTransport:
     """The default process group of this process, and the groups of the device meshes that it has seen.
 
     Attributes:
-        world: returns that process group, once this process is attached to it. Others may keep it; this does not.
+        world: returns the process group, once this process is attached to it; holds no reference to it.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class TorchTransport:
         self._reset(Ledger(-1))
 
     def _reset(self, ledger: Ledger) -> None:
-        """Belong to no world; what a rank keeps of its world is here."""
+        """Belong to no world. A rank's state in its world is here."""
         self.ledger, self.threads = ledger, ThreadGuard(ledger)
         self.rank, self.world_size, self.owner = -1, 0, Owner(-1, 0)
         self.world: Callable[[], dist.ProcessGroup | None] = _no_world
@@ -107,7 +107,7 @@ class TorchTransport:
         self._hooks: ExitHooks | None = None
 
     def attach(self) -> None:
-        """Register this rank in the world, which others may have made, and monitor failures; cheap if that is done."""
+        """Register this rank in the world, and monitor failures; cheap if that is done."""
         world = dist.group.WORLD
         if self.world() is world:
             return
@@ -132,14 +132,14 @@ class TorchTransport:
         warn_of_failing_restarts()
 
     def _release_at_exit(self) -> None:
-        """Leave no thread that may need the interpreter while it ends: such a thread aborts the process."""
+        """Leave no thread that may need the interpreter at its end: such a thread aborts the process."""
         self.monitor.stop()
         join_threads()
         if dist.is_initialized():
             self.open_works.release_world()
 
     def register_mesh(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
-        """Keep torch's mesh and the `Mesh` of it, so that each is found by the other."""
+        """Keep torch's mesh and its `Mesh`, so that each is found by the other."""
         self.mesh_values[id(device_mesh)] = mesh
         self.device_meshes[mesh] = device_mesh
 
@@ -199,9 +199,9 @@ class TorchTransport:
                 self._find_peers(log, self._memory)
 
     def _find_peers(self, log: CallLog, memory: SharedMemory) -> None:
-        """Let `memory` have those of all ranks of a group on this host, and remember whether there are others.
+        """Add the memory of all ranks of a group on this host to `memory`; record whether there are others.
 
-        A rank waits for that before its second call, or it might not compare its calls where others do.
+        A rank must do this before its second call: else it might not compare its calls where others do.
         """
         store, timeout, began = store_of_world(), self.timeout(log.ranks), monotonic()
         while store is not None and memory.add_peers(store, log) and log not in memory.complete:
@@ -251,7 +251,7 @@ class TorchTransport:
         return (lambda: reduce_stack(wait().view(count, *shape), reduce_op)) if kind in _REDUCTIONS else wait
 
     def _start_native(self, collective: Collective, group: dist.ProcessGroup) -> Wait:
-        """Start a collective other than an all-to-all by the method of torch for it."""
+        """Start a collective other than an all-to-all by torch's method for it."""
         kind, x, ranks, shape, _, _, reduce_op, root, allocate, in_place = collective
         x, own, width, empty = x.resolve_conj(), ranks.index(self.rank), max(shape, default=0), allocate or x.new_empty
         counts: Sequence[int] = ()
@@ -295,7 +295,7 @@ class TorchTransport:
             self.groups[ranks] = group
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup | None:
-        """A process group of these ranks in this order, if one is known that was not destroyed."""
+        """A known process group of these ranks in this order that was not destroyed; else None."""
         if ranks == self._everyone:
             return self.world()
         found = self.groups.get(ranks)
@@ -308,9 +308,9 @@ class TorchTransport:
         return torch.device("cpu" if not types or "cpu" in types else types[0])
 
     def timeout(self, ranks: Ranks) -> float | None:
-        """How many seconds a collective of CPU tensors waits; None where that is unknown.
+        """The seconds that a collective of CPU tensors waits; None if unknown.
 
-        NCCL would wait in this thread for every collective that has a timeout; its own watchdog has one.
+        NCCL would wait in this thread for every collective with a timeout; its own watchdog has one.
         """
         found = timeout_of(self.group(ranks), "cpu")
         return None if found is None else found.total_seconds()
@@ -326,7 +326,7 @@ def _as_supported(x: Tensor) -> Tensor:
 
 
 def _as_real(x: Tensor) -> Tensor:
-    """View the memory in a dtype that NCCL adds: a row of two numbers for a complex one."""
+    """View the memory in a dtype that NCCL adds: a complex number becomes a row of two."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -335,7 +335,7 @@ _NOT_REDUCED_BY_GLOO = {torch.bool, torch.int16, torch.uint16, torch.uint32, tor
 
 
 def _is_of_torch(collective: Collective) -> bool:
-    """Whether all backends make this collective, other than an all-to-all, of numbers of its dtype."""
+    """Whether all backends support this collective, other than an all-to-all, for its dtype."""
     x, is_sum = collective.tensor, collective.reduce_op == "sum"
     return collective.kind not in _REDUCTIONS or (
         x.dtype not in _NOT_REDUCED_BY_GLOO and (is_sum or not x.is_complex())
@@ -353,7 +353,7 @@ _EXCHANGE = _options(dist.AllToAllOptions())
 
 
 def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta | None:
-    """How long a collective of a group (None: of the world) on such devices waits; None where that is unknown."""
+    """The timeout of a group's collectives (None: the world's) on such devices; None if unknown."""
     world = dist.group.WORLD
     assert world is not None
     try:

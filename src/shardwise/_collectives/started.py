@@ -37,20 +37,20 @@ _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}
 
 
 class OpenWorks(dict[int, Sequence[dist.Work]]):
-    """The works that this process has started and not waited for to their end, by id.
+    """The works that this process has started and that have not ended, by id.
 
     A thread of gloo that ends a collective releases its tensors, for which it needs the interpreter's lock. CPython
-    before 3.14 ends a thread that asks for the lock while the interpreter ends, and C++ then aborts the process.
+    before 3.14 ends a thread that requests the lock while the interpreter ends, and C++ then aborts the process.
     """
 
     def remove_completed(self) -> None:
-        """Remove those that have ended, for which nobody waited."""
+        """Remove works that have ended without a wait."""
         for key, works in list(self.items()):  # a list: other threads may wait meanwhile
             if all(work.is_completed() for work in works):
                 self.pop(key, None)
 
     def release_world(self) -> None:
-        """At the end of the process: end gloo's threads, or let them go on without Python until the process is gone.
+        """End gloo's threads at the end of the process, or keep them without Python until the process is gone.
 
         They cannot be ended while a collective waits for another rank.
         """
@@ -70,10 +70,9 @@ Mark = tuple[int, Word, int]  # the position of a rank, the word at the end of i
 def mark_ends(out: Tensor, counts: Sequence[int], own: int) -> list[Mark]:
     """Mark the end of every rank's slice of a receive buffer in CPU memory, to detect messages that are too short.
 
-    Gloo accepts a message that is shorter than the receive buffer, without an error. A mark that is still there after
-    the exchange shows that fewer elements were received than expected. That costs a microsecond. Of integers shorter
-    than four bytes the last four bytes are marked, since every value of a single one is likely: there, fewer missing
-    bytes go undetected.
+    Gloo accepts a message that is shorter than the receive buffer, without an error. A mark that remains after the
+    exchange shows that too few elements were received. It costs a microsecond. For integers shorter than four bytes the
+    last four bytes are marked, since every value of a single one is likely: there, fewer missing bytes go undetected.
 
     Args:
         out: 1-D, to be filled with `counts` elements from each rank. It has to outlive the marks.
@@ -90,7 +89,7 @@ def mark_ends(out: Tensor, counts: Sequence[int], own: int) -> list[Mark]:
 
 
 def _width(dtype: torch.dtype) -> int:
-    """How many bytes of a mark no value of this dtype is likely to have."""
+    """The number of bytes of a mark that no likely value of this dtype has."""
     if dtype in (torch.bool, torch.float16, torch.bfloat16) or dtype.itemsize >= 4:
         return min(8, dtype.itemsize)
     return 4
@@ -98,7 +97,7 @@ def _width(dtype: torch.dtype) -> int:
 
 @lru_cache(maxsize=256)
 def _marks(counts: tuple[int, ...], own: int, dtype: torch.dtype) -> tuple[type[Word], int, list[tuple[int, int]]]:
-    """The type of a mark, its value, and of each rank's slice that is marked its position and the offset in bytes."""
+    """The type and value of marks, and, for each marked slice, the rank's position and the offset in bytes."""
     width, found, end = _width(dtype), [], 0
     for position, count in enumerate(counts):
         end += count * dtype.itemsize
@@ -108,7 +107,7 @@ def _marks(counts: tuple[int, ...], own: int, dtype: torch.dtype) -> tuple[type[
 
 
 class Waiting(Protocol):
-    """What is needed of a transport."""
+    """The part of a transport that is needed here."""
 
     rank: int
     ledger: Ledger
@@ -125,7 +124,7 @@ class StartedCollective:
     Args:
         begin: starts its works.
         out: the result.
-        counts: elements that each rank sends to this one; empty where the backend sees that one sends fewer.
+        counts: elements that each rank sends to this one; empty if the backend detects short messages.
         pairwise: whether it begins by `start_pairwise`.
     """
 
@@ -166,7 +165,7 @@ class StartedCollective:
         return PendingCollective(self.collective.described(), self.number, self.collective.ranks)
 
     def __call__(self) -> Tensor:
-        """Wait in slices, to notice failures that break no connection, and to end in time.
+        """Wait in slices, to detect failures that break no connection, and to end in time.
 
         Gloo alone waits for one peer after the other, each for the full timeout. A send or receive cannot be waited for
         in slices: it fails at the end of the first, and closes the connection.
@@ -223,10 +222,10 @@ def start_pairwise(
     here: int,
     number: int,
 ) -> Sequence[dist.Work]:
-    """Start what rank `here` sends and receives in collective `number` of `ranks`.
+    """Start the sends and receives of rank `here` in collective `number` of `ranks`.
 
     Args:
-        parts: what each of `ranks` is sent.
+        parts: the data for each of `ranks`.
     """
     ops = []
     tag = _tag(ranks, number)
@@ -242,7 +241,7 @@ def start_pairwise(
 
 
 def wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
-    """Wait for all; after a failure abandon the others, so that those peers fail as well."""
+    """Wait for all. After a failure abandon the others, so that their peers fail as well."""
     failure = None
     for work in works:
         try:
@@ -254,5 +253,5 @@ def wait_pairwise(works: Sequence[dist.Work], deadline: float) -> None:
 
 
 def _tag(ranks: Ranks, number: int) -> int:
-    """Identifies one exchange, so that surplus messages of an earlier one are never received in it."""
+    """A tag of one exchange, so that surplus messages of an earlier exchange are never received in it."""
     return int.from_bytes(blake2b(repr((ranks, number)).encode(), digest_size=4).digest()) >> 1

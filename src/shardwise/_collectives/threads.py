@@ -1,8 +1,8 @@
 """One thread of a rank communicates at a time; another takes over while that one waits, or after it has ended.
 
-Ranks would pair the collectives of two threads that run side by side differently. A thread waits if it sleeps and uses
-no processor time meanwhile, whatever it waits for: in Python, in a lock or in C++. One that reads a file does so too,
-and what it calls in another order than on other ranks is found as any other order (`checks/calls.py`).
+Ranks would pair the collectives of two concurrent threads differently. A thread waits if it sleeps and uses no
+processor time: in Python, in a lock or in C++. A thread that reads a file does so too; calls that it makes in another
+order than other ranks are found as any other order (`checks/calls.py`).
 """
 
 import sys
@@ -21,10 +21,10 @@ _COMMUNICATING = f"{Path(__file__).parent}/"
 
 
 class ThreadGuard:
-    """Which thread of a rank made its last collective.
+    """The thread of a rank that made its last collective.
 
     Attributes:
-        ident: of that thread; 0 if there is none yet.
+        ident: of the thread; 0 if there is none yet.
         failed: why this rank cannot communicate any more, or "".
     """
 
@@ -36,10 +36,10 @@ class ThreadGuard:
         self._clock = self._native = 0  # of the processor time of the thread, and its number in the system
 
     def take_over(self) -> None:
-        """Let this thread make the collectives of its rank from here on.
+        """Make the collectives of the rank from this thread on.
 
         Raises:
-            ThreadError: the thread that made the last one neither waits nor has ended; or this rank raised that before.
+            ThreadError: the thread that made the last one neither waits nor has ended, now or before.
         """
         self.check()
         made, until = self._ledger.num_calls, time.monotonic() + GRACE_SECONDS
@@ -71,7 +71,7 @@ class ThreadGuard:
         self.check()
 
     def _waits(self) -> bool:
-        """Whether the thread that made the last collective sleeps, or has ended. Takes a tick, without the GIL."""
+        """Whether the thread of the last collective sleeps, or has ended. Takes a tick, without the GIL."""
         try:
             before = time.clock_gettime_ns(self._clock)
             time.sleep(TICK_SECONDS)
@@ -82,7 +82,7 @@ class ThreadGuard:
 
 
 def _communicates(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective, where it may wait for something else than the other thread."""
+    """Whether a thread is in a collective, where it may wait for something other than this thread."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_COMMUNICATING):
             return True

@@ -1,4 +1,4 @@
-"""Objects of modules of torch that take long to import, so they are imported on first use.
+"""Objects of modules of torch that are slow to import, so they are imported on first use.
 
 DTensors of `torch.distributed.tensor`, and metadata of `torch.distributed.checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""What torchrun has set for a process that it started: its world, who keeps the store, and restarts."""
+"""Settings of torchrun for a process that it started: its world, the keeper of the store, and restarts."""
 
 import os
 import warnings
@@ -13,7 +13,7 @@ KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it resta
 
 
 def check_joined() -> None:
-    """Raise MeshError if torchrun started this process, which has no process group, as one of several ranks."""
+    """Raise MeshError if torchrun started this process as one of several ranks, and it has no process group."""
     size = os.environ.get("WORLD_SIZE", "1")
     if dist.is_torchelastic_launched() and size != "1":
         raise MeshError(
@@ -24,12 +24,12 @@ def check_joined() -> None:
 
 
 def has_agent_store() -> bool:
-    """Whether the server of the world's store is in the agent of torchrun."""
+    """Whether the server of the world's store is in torchrun's agent."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_of_this_process() -> int | None:
-    """The agent of torchrun that started this process; None where there is none, or where it has ended."""
+    """The agent of torchrun that started this process; None if there is none, or if it has ended."""
     parent = os.getppid()
     return parent if "TORCHELASTIC_RUN_ID" in os.environ and parent > 1 else None
 
@@ -37,8 +37,8 @@ def launcher_of_this_process() -> int | None:
 def warn_of_failing_restarts() -> None:
     """Warn on rank 0 if torchrun would restart the ranks, but they may not join each other again.
 
-    torchrun keeps the keys of its store. A process group that is in it without a prefix of its own has the keys of the
-    ranks that have ended. A new rank that joins before another one reads an address where nobody listens.
+    torchrun keeps the keys of its store. A process group without a prefix of its own has the keys of the ended ranks. A
+    new rank that joins before another one reads an address where nobody listens.
     """
     most, done = _number("TORCHELASTIC_MAX_RESTARTS"), _number("TORCHELASTIC_RESTART_COUNT")
     world = dist.group.WORLD
@@ -58,13 +58,13 @@ def warn_of_failing_restarts() -> None:
 
 
 def _number(variable: str) -> int:
-    """A number in the environment; 0 where there is none, as where another program than torchrun set the variable."""
+    """A number in the environment; 0 if there is none, or another program than torchrun set the variable."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else 0
 
 
 def _is_kept(store: Store, group: str) -> bool:
-    """Whether `store`, that of a process group, is the one at MASTER_ADDR, with no prefixes but those of torch."""
+    """Whether `store`, of a process group, is the one at MASTER_ADDR, with no prefixes but torch's."""
     server = store
     while isinstance(server, PrefixStore):
         server = server.underlying_store

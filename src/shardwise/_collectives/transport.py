@@ -1,8 +1,8 @@
 """The `Transport` protocol, its implementation for one rank, and helpers for the others.
 
-A process that a rank starts with `multiprocessing`, such as a worker of a DataLoader, has the `rank()` and
-`world_size()` of that rank: a forked one by its memory, a spawned one by the configuration that multiprocessing sends
-to each process. Without them it would take itself for the only rank and, for example, read the examples of all ranks.
+A process that a rank starts with `multiprocessing`, such as a worker of a DataLoader, has the rank's `rank()` and
+`world_size()`: a forked one by its memory, a spawned one by the configuration that multiprocessing sends to it. Without
+them it would take itself for the only rank and, for example, read the examples of all ranks.
 """
 
 import json
@@ -35,16 +35,16 @@ _KEY = "shardwise: rank and world size of the parent"
 
 
 class Transport(Protocol):
-    """How ranks communicate.
+    """The communication of ranks.
 
     Attributes:
-        ledger: what the rank called and noted; the caller of the transport adds to it.
-        threads: which thread of the rank made the last collective.
+        ledger: calls and notes of the rank; the caller of the transport adds to it.
+        threads: the thread of the rank that made the last collective.
         owner: the identity of this rank in this world, for the layouts of its tensors.
 
     Raises:
         RemoteRankError: another rank raised, died or hangs; the text names it and how it failed.
-        MismatchError: the ranks make different calls, as far as the transport can see that.
+        MismatchError: the ranks make different calls, as far as the transport can detect.
     """
 
     ledger: Ledger
@@ -60,15 +60,15 @@ class Transport(Protocol):
     def world_size(self) -> int: ...
 
     def message_device(self, ranks: Ranks) -> torch.device:
-        """Where the library makes what it sends of its own, such as lengths: on CPUs if their tensors can be sent."""
+        """The device of the library's own messages, such as lengths: the CPU if its tensors can be sent."""
         ...
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
-        """Raise a MismatchError if ranks are known to disagree with the call that this rank is about to make."""
+        """Raise a MismatchError if ranks are known to disagree with the next call of this rank."""
         ...
 
     def share_note(self, note: Note) -> None:
-        """Let the other ranks compare the latest note with theirs in their next collective."""
+        """Let the other ranks compare the latest note with their own in their next collective."""
         ...
 
     def start(self, collective: Collective) -> Wait:
@@ -77,7 +77,7 @@ class Transport(Protocol):
 
 
 class SingleRankTransport:
-    """One rank, for scripts without a launcher; of several, for the process that a rank started."""
+    """One rank, for scripts without a launcher; or, for the process that a rank started, of several."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -107,16 +107,16 @@ class _OfStartingThread:
 
 
 def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:
-    """Send rank and world size to the processes that this one starts from here on.
+    """Send rank and world size to the processes that this one starts from now on.
 
     Args:
-        rank_and_size: gives those of the calling thread; None if it is not a rank.
+        rank_and_size: returns both for the calling thread; None if it is not a rank.
     """
     _config()[_KEY] = _OfStartingThread(rank_and_size)
 
 
 def inherited_rank() -> RankAndSize | None:
-    """The rank and world size of the process that started this one; None if that was no rank."""
+    """The rank and world size of the process that started this one; None if it was no rank."""
     match _config().get(_KEY):
         case (int(rank), int(size)):
             return rank, size
@@ -124,7 +124,7 @@ def inherited_rank() -> RankAndSize | None:
 
 
 def _config() -> dict[str, object]:
-    """What multiprocessing copies to each process that this one starts."""
+    """The data that multiprocessing copies to each process that this one starts."""
     found: dict[str, object] = vars(current_process())["_config"]
     return found
 
@@ -139,7 +139,7 @@ def draw_from_torch(generator: torch.Generator | None = None) -> int:
 
 
 def exchange_of(here: Transport) -> Exchange:
-    """The all-to-all of a transport, of tensors on the CPU whatever the transport can send."""
+    """The all-to-all of CPU tensors of a transport, whatever the transport can send."""
 
     def exchange(send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], ranks: Ranks) -> Tensor:
         sent = send.to(here.message_device(ranks))
@@ -154,7 +154,7 @@ def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool 
     One collective of lengths and the first `FIRST_BYTES` of each value; a second one if a value of any rank is longer.
 
     Args:
-        is_first: where only the first of `ranks` gets them, whether this rank is that; the others get none.
+        is_first: for a gather to the first of `ranks`, whether this rank is the first; the others get none.
     """
     data, gets = json.dumps(value).encode(), int(is_first is not False)
     copies = [1, *[int(is_first is None)] * (len(ranks) - 1)]  # for each rank
@@ -180,9 +180,9 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int) -> list[T] | None:
-    """Every rank's JSON value, in rank order; None if all ranks have the same digest.
+    """Every rank's JSON value, in rank order; None if all ranks have equal digests.
 
-    Costs one small collective of digests; the values are sent only if those differ.
+    Costs one small collective of digests; values are sent only if the digests differ.
     """
     ones = [1] * len(ranks)
     digests = exchange(torch.tensor([digest] * len(ranks), device="cpu"), ones, ones, ranks)
@@ -190,7 +190,7 @@ def gather_unless_equal(value: T, ranks: Ranks, exchange: Exchange, digest: int)
 
 
 def reduce_stack(stack: Tensor, reduce_op: str, dim: int = 0) -> Tensor:
-    """Reduce a dim of `stack` in its order, so that every rank computes the same bits."""
+    """Reduce a dim of `stack` in order, so that every rank computes equal bits."""
     match reduce_op:
         case "sum":
             return stack.any(dim) if stack.dtype == torch.bool else stack.sum(dim, dtype=stack.dtype)

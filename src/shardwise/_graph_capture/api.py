@@ -19,7 +19,7 @@ RETRACES = 16  # in a row before a warning
 
 
 class Captured:
-    """What `capture` returns: called like the function, it traces or replays.
+    """The result of `capture`: called like the function, it traces or replays.
 
     Attributes:
         function: the captured function.
@@ -29,7 +29,7 @@ class Captured:
         self.function = function
         self.backend = backend
         self.limit = limit
-        self._calls: dict[Any, list[CapturedCall]] = {}  # those of a key have read different values
+        self._calls: dict[Any, list[CapturedCall]] = {}  # calls of one key have read different values
         self._guards: Guards | None = None
         self._retraces = 0
         if hasattr(function, "__name__"):
@@ -58,12 +58,12 @@ class Captured:
             raise _too_many_kinds(self.limit, key, other)
         call = CapturedCall(self.backend, guards)
         result = call.trace(self.function, leaves, spec)
-        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # whose backward never ran
+        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # not if no backward ran
         calls.append(call)
         return result
 
     def _checked_guards(self) -> Guards:
-        """The guards of what the function reaches. If one does not hold, all graphs are dropped."""
+        """The guards of the values that the function reaches. If one fails, all graphs are dropped."""
         violated = "" if self._guards is None else self._guards.violated()
         if self._guards is None or violated is not None:
             self._retraces += bool(self._calls)
@@ -79,7 +79,7 @@ class Captured:
         return self._guards
 
     def graphs(self) -> list[Graphs]:
-        """The graphs of every kind of call whose backward has been traced as well, in order."""
+        """The graphs of every kind of call whose backward has been traced, too, in order."""
         return [call.graphs for calls in self._calls.values() for call in calls if call.graphs is not None]
 
 
@@ -99,8 +99,8 @@ def _too_many_kinds(limit: int, key: tuple[Any, ...], other: OtherValueError | N
 def capture(function: Callable[..., Any], *, backend: Backend | None = None, limit: int = LIMIT) -> Captured:
     """Trace what `function` does on this rank the first time, and replay it from then on.
 
-    The trace is an FX graph of local aten ops and collectives, forward and backward. A replay calls these and nothing
-    else: no rules, no plans, no modules. Values are bitwise those of the function itself.
+    The trace is an FX graph of local aten ops and collectives, forward and backward. A replay calls only these: no
+    rules, no plans, no modules. Values are bitwise equal to those of the function.
 
         step = sw.capture(lambda x, y: F.cross_entropy(model(x), y))
         loss = step(x, y)   # traced, later replayed
@@ -108,23 +108,22 @@ def capture(function: Callable[..., Any], *, backend: Backend | None = None, lim
         optimizer.step()    # as usual
 
     Guards decide when a graph is reused. A new kind of call is traced if layouts, shapes, strides, dtypes or other
-    values among the arguments, grad mode or autocast differ. All graphs are dropped if something has changed that
+    values among the arguments, grad mode or autocast differ. All graphs are dropped after a change of anything that
     `function`, or a function that it calls, reads in its closure, globals or defaults: constants, containers, modules
-    and other objects with all that is in them. Parameters and buffers are used in place: optimizer steps and loaded
-    checkpoints count.
+    and other objects with all their contents. Parameters and buffers are used in place: optimizer steps and loaded
+    checkpoints are seen.
 
-    A replay does no other Python work of the function: printing, counting, choosing by anything else than the above.
+    A replay does no other Python work of the function: no printing, counting, or choice by other values.
 
     Args:
-        function: a function or module of tensors, DTensors or plain; returns those and constants, in lists, tuples,
-            dicts and dataclasses.
-            Inside debugging tools, a shadow or `count_comms`, it runs as it is.
+        function: a function or module of tensors, DTensors or plain; returns tensors and constants, in lists, tuples,
+            dicts and dataclasses. Inside debugging tools, a shadow or `count_comms`, it runs without capture.
         backend: of `torch.compile`, such as "inductor", for the local ops between collectives. None calls
             torch's ops one by one; only that is bitwise equal.
-        limit: kinds of calls whose graphs are kept.
+        limit: number of kinds of calls whose graphs are kept.
 
     Raises:
-        CaptureError: while tracing, for what a replay could not repeat or guards could not compare, with its name;
-            with more kinds of calls than `limit`.
+        CaptureError: while tracing, for what a replay could not repeat or guards could not compare, with its name; or
+            for more kinds of calls than `limit`.
     """
     return Captured(function, backend, limit)

@@ -37,15 +37,15 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Graphs:
-    """A captured step. Both graphs take local tensors, and run no Python of this library but opaque calls.
+    """A captured step. Both graphs take local tensors, and run no Python of this library except opaque calls.
 
     Attributes:
         forward: from all graph inputs to the outputs, followed by intermediate values saved for backward.
-        backward: from what is saved for backward and a cotangent for each differentiable output to a gradient, or
-            None, for each graph input; None if forward ran without grad.
+        backward: from the saved values and a cotangent for each differentiable output to a gradient, or None, for each
+            graph input; None if forward ran without grad.
         run_forward, run_backward: their functions, compiled if there is a backend.
         lifted: graph inputs that are not arguments (parameters, buffers, constants); they follow the arguments.
-        num_outputs: how many of the results of `forward` are outputs.
+        num_outputs: number of the results of `forward` that are outputs.
         saved: for each value saved for backward its position among the graph inputs, or None if `forward` returns it.
     """
 
@@ -62,7 +62,7 @@ def remove_redundant_views(graph: fx.Graph, outputs: Nodes) -> dict[fx.Node, fx.
     """Replace the uses of `x.t().t()`, of repeated views, and of views to the same shape.
 
     Args:
-        outputs: views that users of a replay get as tensors of their own; kept.
+        outputs: views that users of a replay get as tensors; kept.
 
     Returns:
         Each redundant view with its replacement.
@@ -130,7 +130,7 @@ def _free(calls: Sequence[fx.Node], results: Nodes) -> list[fx.Node]:
 
 
 def _checks_first(calls: Sequence[fx.Node]) -> list[fx.Node]:
-    """`calls` with those that compare values before all others, after the ops on which they depend."""
+    """`calls` with comparisons of values first, after the ops on which they depend."""
     first = {call for call in calls if "check" in call.meta}
     for call in reversed(calls):
         if call in first:
@@ -230,7 +230,7 @@ def _global(x: object, globals_: dict[str, Any]) -> str:
 
 
 def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]]:
-    """The function of `graph`: opaque calls as they are, the ops between them compiled when they first run."""
+    """The function of `graph`: opaque calls stay, the ops between them are compiled when they first run."""
     outer, copies = fx.Graph(), {}
     (output,) = graph.find_nodes(op="output")
     for node in graph.find_nodes(op="placeholder"):
@@ -260,7 +260,7 @@ def compiled(graph: fx.Graph, backend: Backend) -> Callable[..., tuple[Any, ...]
 
 
 def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph calls functions, not modules."""
+    """A graph as a function: a graph calls functions, not modules."""
 
     def subgraph(*operands: Tensor) -> Any:
         return module(*operands)
@@ -269,5 +269,5 @@ def _as_function(module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The tensor for a compiler, which knows no DTensors and need not know of gradients."""
+    """The tensor for a compiler, which knows neither DTensors nor gradients."""
     return torch._C.TensorBase.as_subclass(x.detach(), Tensor)

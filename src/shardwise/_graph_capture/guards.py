@@ -1,13 +1,12 @@
-"""Guards of captured graphs: what a graph depends on besides the values of its tensor inputs.
+"""Guards of captured graphs: the dependencies of a graph other than the values of its tensor inputs.
 
     step = sw.capture(lambda x: model(x) * config.scale)
 
-`cache_key` covers `x` and the modes around the call. `Guards` covers `model`, `config`, and what else any function
-reads that runs in the trace, wherever its file lies: closures, defaults, globals. What these hold is compared at each
-call: constants by value, tensors, functions and classes by identity, containers and objects by their contents. Of a
-Python module those globals are compared whose names any function uses that ran. What cannot be compared, such as an
-iterator, is refused by its name. Not looked into: most objects of torch, numpy, the standard library and this library,
-and their code.
+`cache_key` covers `x` and the modes around the call. `Guards` covers `model`, `config`, and all else that functions
+read in the trace, whatever their file: closures, defaults, globals. Their contents are compared at each call: constants
+by value, tensors, functions and classes by identity, containers and objects by their contents. Of a Python module those
+globals are compared whose names any function uses that ran. Values that cannot be compared, such as an iterator, are
+refused by name. Most objects and code of torch, numpy, the standard library and this library are not guarded.
 """
 
 import dis
@@ -54,17 +53,17 @@ from shardwise._trace import capture_hooks, comm_trace
 from shardwise.errors import CaptureError
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "shardwise"})
-LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # of their objects
+LOOKED_INTO = ("types", "argparse", "collections", "_thread", "os", "torch.optim", "torch.amp")  # guarded objects
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-ITERATORS = ("builtins", "itertools")  # whose iterators have a hidden position
+ITERATORS = ("builtins", "itertools")  # their iterators have a hidden position
 SEEDING = frozenset({
     "manual_seed", "manual_seed_all", "fork_rng", "get_rng_state", "set_rng_state", "get_rng_state_all",
     "set_rng_state_all", "default_rng", "Random", "RandomState",
 })  # fmt: skip
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")  # instructions that read them
-UNSET = object()  # of a cell or slot
-MAX_ELEMENTS = 100_000  # of a container; they are compared at each call
-MAX_BYTES = 1 << 20  # of an array
+UNSET = object()  # an empty cell or slot
+MAX_ELEMENTS = 100_000  # elements of a container, compared at each call
+MAX_BYTES = 1 << 20  # bytes of an array
 WRAPPERS = (MethodType, BuiltinMethodType, staticmethod, classmethod, property, cached_property, partial)
 OF_MODULES = vars(nn.Module()).keys()
 TRAINING = ("training", "training")  # twice: of one name `itemgetter` gives no tuple
@@ -85,7 +84,7 @@ _data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # of the loca
 
 
 def must_run_eagerly() -> bool:
-    """Whether a tool or mode around the call observes or changes what the function does."""
+    """Whether a tool or mode around the call observes or changes the function's ops."""
     return (
         capture_hooks.current.tracer is not None
         or comm_trace.listening()
@@ -139,7 +138,7 @@ def cache_key(leaves: Sequence[Any], jagged: Collection[int] = ()) -> tuple[Any,
 
 
 def _comparable(x: object) -> object:
-    """A constant that is equal only if it is the same, unlike 0.0 and -0.0."""
+    """A constant that equals only itself, unlike 0.0 and -0.0."""
     return repr(x) if isinstance(x, float | complex) else x
 
 
@@ -147,14 +146,14 @@ def _comparable(x: object) -> object:
 
 
 class Guard(NamedTuple):
-    """The values that `read` gave, of what is called `name`."""
+    """The values that `read` returned, of the object called `name`."""
 
     name: str
     read: Callable[[], Collection[Any]]
     values: list[Any]
 
     def holds(self) -> bool:
-        """Whether the values are as they were, perhaps as other objects, which are remembered then."""
+        """Whether the values are unchanged, perhaps as other objects, which are then remembered."""
         try:
             found = list(self.read())
         except (KeyError, AttributeError):
@@ -166,10 +165,10 @@ class Guard(NamedTuple):
 
 
 class Guards:
-    """Guards of what a function reads by itself, as it was before it was read.
+    """Guards of the values that a function reads, from before they were read.
 
     Attributes:
-        reached: `id` of the tensors, parameters and buffers too, and of the C++ objects of torch's generators.
+        reached: `id` of tensors, with parameters and buffers, and of the C++ objects of torch's generators.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -177,18 +176,18 @@ class Guards:
         self._guards: list[Guard] = []
         # By the id of a module's dict that dict, and the globals in it that are read.
         self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self._modules: list[dict[str, Any]] = []  # that are reached as objects
-        self._names: set[str] = set()  # of attributes that functions read
-        self._texts: set[str] = set()  # of functions, which may be names for `getattr`
+        self._modules: list[dict[str, Any]] = []  # modules reached as objects
+        self._names: set[str] = set()  # names of attributes that functions read
+        self._texts: set[str] = set()  # texts in functions, perhaps names for `getattr`
         self._seen: dict[int, Any] = {}
         self._empty: list[Collection[Any]] = []  # guarded to stay so
-        self._sized: list[Collection[Any]] = []  # whose lengths are guarded
+        self._sized: list[Collection[Any]] = []  # collections with guarded lengths
         self._sizes: list[int] = []
         self._objects: list[Any] = []
         self._kinds: list[type] = []
         self._tensors: list[Tensor] = []
         self._facts: list[tuple[Any, ...]] = []
-        self._imports = 0  # that are running
+        self._imports = 0  # running imports
         self._functions: dict[CodeType, list[FunctionType]] = {}
         self._ran = {getattr(callback, "__code__", None) for callback in gc.callbacks}  # these run at any time
         for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
@@ -198,7 +197,7 @@ class Guards:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Guard what the functions read that this thread calls inside, before they run."""
+        """Guard the values of functions that this thread calls inside, before they run."""
         before = sys.getprofile()
         sys.setprofile(self._note)
         try:
@@ -213,7 +212,7 @@ class Guards:
             self._flatten()
 
     def _flatten(self) -> None:
-        """Readers, lengths and values of all guards in lists, which are compared without Python loops."""
+        """Readers, lengths and values of all guards in lists, for comparison without Python loops."""
         self._all = [*self._guards]
         for own, values in self._globals.values():
             names = [*values, next(iter(values))]  # one twice: of one name `itemgetter` gives no tuple
@@ -224,7 +223,7 @@ class Guards:
         self._values = list(chain.from_iterable(guard.values for guard in self._all))
 
     def violated(self) -> str | None:
-        """The name of what has changed; None if nothing has."""
+        """The name of the changed value; None if none has changed."""
         try:
             found = list(map(call, self._readers))
         except (KeyError, AttributeError):
@@ -249,7 +248,7 @@ class Guards:
         tracer, code = capture_hooks.current.tracer, frame.f_code
         if tracer is None or tracer.paused:  # not kernels that custom ops call, nor a compiler
             return
-        if code.co_name == "_find_and_load":  # what is run by an import is run once
+        if code.co_name == "_find_and_load":  # an import runs its code once
             self._imports += {"call": 1, "return": -1}.get(event, 0)
         if self._imports:
             return
@@ -271,7 +270,7 @@ class Guards:
                 self._visit_code(code, frame.f_globals)
 
     def _visit_function(self, function: FunctionType) -> None:
-        """Guard what a function holds, when it runs."""
+        """Guard the values that a function holds, when it runs."""
         name, parts = function.__qualname__, ("__defaults__", "__kwdefaults__", "__code__")
         self._guard(f"the defaults or the code of {name}", partial(attrgetter(*parts), function), parts)
         if function.__closure__:
@@ -279,7 +278,7 @@ class Guards:
             self._guard(name, partial(_values_of, cells), function.__code__.co_freevars)
 
     def _visit_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
-        """Guard the globals that a function names, and those of all modules reached whose names it uses."""
+        """Guard the globals that a function names, also in all reached modules."""
         found = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
         names = {x.argval for x in found if x.opname in ATTRIBUTES} - self._names
         texts = {x.argval for x in found if x.opname == "LOAD_CONST" and isinstance(x.argval, str)} - self._texts
@@ -295,7 +294,7 @@ class Guards:
                     self._visit(module, x.argval)
 
     def _visit_globals(self, own: dict[str, Any], names: set[str], texts: Collection[str] = ()) -> None:
-        """Guard some globals of a module; of one of a library only what draws numbers, and the environment."""
+        """Guard some globals of a module; of a library only sources of random numbers, and the environment."""
         in_library = _package(own.get("__name__")) in LIBRARIES
         for name in sorted((names if in_library else names.union(texts)) & own.keys()):
             x = own[name]
@@ -308,7 +307,7 @@ class Guards:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def _guard(self, name: str, read: Callable[[], Collection[Any]], parts: Iterable[object] = ()) -> None:
-        """Guard the values that `read` gives, and the contents of those that are named in `parts`."""
+        """Guard the values that `read` returns, and the contents of those named in `parts`."""
         values = read()
         if len(values) > MAX_ELEMENTS:
             raise _incomparable(name, f"container of {len(values):,} elements")
@@ -348,7 +347,7 @@ class Guards:
                 self._visit_attributes(x, name)
 
     def _visit_contents(self, x: Any, name: str) -> None:
-        """Guard what an object has elsewhere than in attributes."""
+        """Guard an object's contents other than attributes."""
         match x:
             case dict() | MappingProxyType():
                 self._guard(name, x.values, x)
@@ -424,7 +423,7 @@ def _bytes_of(x: Any) -> tuple[bytes]:
 
 
 def _values_of(reads: Sequence[Callable[[], object]]) -> tuple[object, ...]:
-    """What cells or slots hold."""
+    """The contents of cells or slots."""
     try:
         return tuple(map(call, reads))
     except (ValueError, AttributeError):  # one is not filled
@@ -439,8 +438,8 @@ def _value_of(read: Callable[[], object]) -> object:
 
 
 def _seeds(x: object) -> bool:
-    """Whether a library has it to draw random numbers of Python or numpy, or to seed and make generators."""
-    if not callable(x) or hasattr(type(x), "__getattr__"):  # whose code would run here
+    """Whether a library uses it to draw random numbers of Python or numpy, or to seed and make generators."""
+    if not callable(x) or hasattr(type(x), "__getattr__"):  # its code would run here
         return False
     if isinstance(getattr(x, "__self__", None), RANDOM):
         return True
@@ -452,7 +451,7 @@ def _is_of_library(frame: FrameType) -> bool:
 
 
 def _package(x: object) -> str:
-    """The package of a module's name, or of what is defined in a module."""
+    """The package of a module's name, or of an object's module."""
     return str(x if isinstance(x, str) else getattr(x, "__module__", None)).partition(".")[0]
 
 

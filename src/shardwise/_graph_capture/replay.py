@@ -55,7 +55,7 @@ class CapturedCall:
     # ---- tracing -----------------------------------------------------------------------------------------
 
     def trace(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> Any:
-        """Run and trace `function`. What it returns is attached to the autograd graph as usual."""
+        """Run and trace `function`. Its result is attached to the autograd graph as usual."""
         tracer, arguments = self.tracer, [x for x in leaves if isinstance(x, Tensor)]
         inner = [_detached(x) if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in inner if isinstance(x, Tensor)]
@@ -129,10 +129,10 @@ class CapturedCall:
     # ---- replaying ----------------------------------------------------------------------------------------------
 
     def replay(self, leaves: Sequence[Any]) -> Any:
-        """What `function` would return, by the graphs.
+        """The result of `function`, by the graphs.
 
         Raises:
-            OtherValueError: the function would read other values than the traced call did.
+            OtherValueError: the function would read other values than in the traced call.
         """
         assert self.graphs is not None
         arguments = [x for x in leaves if isinstance(x, Tensor)]
@@ -151,7 +151,7 @@ class CapturedCall:
 
 
 def _detached(x: Tensor) -> Tensor:
-    """A tensor of the same memory that is a leaf of a new autograd graph."""
+    """A tensor in the memory of `x` that is a leaf of a new autograd graph."""
     with DisableTorchFunctionSubclass():
         inner = x.detach()
         inner.requires_grad_(x.requires_grad)
@@ -162,7 +162,7 @@ def _detached(x: Tensor) -> Tensor:
 
 
 def _original(x: Tensor, inputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> Tensor:
-    """The argument that the graph input `x` was detached from, or the parameter itself."""
+    """The argument from which graph input `x` was detached, or the parameter itself."""
     for inner, argument in zip(inputs, arguments, strict=True):
         if x is inner:
             return argument

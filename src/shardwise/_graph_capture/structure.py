@@ -1,4 +1,4 @@
-"""What goes into a captured call and comes out of it: tensors and constants, in nested containers and dataclasses."""
+"""Inputs and results of a captured call: tensors and constants, in nested containers and dataclasses."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
@@ -42,13 +42,13 @@ pytree.register_pytree_node(
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
-    """The leaves of nested containers and dataclasses, and the spec whose `unflatten` makes the same of others."""
+    """The leaves of nested containers and dataclasses, and a spec whose `unflatten` rebuilds them from other leaves."""
     return pytree.tree_flatten(_with_fields(value), is_leaf=_is_size)
 
 
 @lru_cache(maxsize=1024)
 def jagged_leaves(spec: TreeSpec) -> frozenset[int]:
-    """The leaves whose first size is a number of ids: values and weights of jagged tensors. It varies by batch."""
+    """The leaves whose first size is a number of ids, which varies by batch: values and weights of jagged tensors."""
     found, ends = set[int](), spec.num_leaves
     if spec.type in (JaggedTensor, KeyedJaggedTensor):
         return frozenset(range(ends - 1))  # the lengths are last

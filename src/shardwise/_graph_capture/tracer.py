@@ -1,8 +1,8 @@
 """Traces a step on this rank into one FX graph of aten ops on local tensors and opaque calls (`allow_in_graph`).
 
 A function may read values, as `if mask.all()` does, or make a tensor whose shape depends on values, as `x[mask]` does.
-Its graph holds for the values that it read, so it has a call that compares each of them. These calls, and the ops on
-which they depend, come first in the graph and change nothing. If a value is another one, another graph is tried.
+Its graph is valid for the read values, so it has a call that compares each of them. These calls, and the ops on which
+they depend, come first in the graph and change nothing. If a value differs, another graph is tried.
 """
 
 import sys
@@ -36,7 +36,7 @@ AutocastState = tuple[tuple[str, torch.dtype], ...]
 
 aten = torch.ops.aten
 
-strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # of the local tensor that a DTensor is
+strides: Callable[[Tensor], tuple[int, ...]] = torch._C.TensorBase.stride  # a DTensor's local stride
 
 ALIASES = (aten.detach.default, aten.alias.default)  # autograd's bookkeeping, of which a replay has none
 ITEM = aten._local_scalar_dense.default
@@ -62,7 +62,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mtia", "hpu")
 
 
 def refusal(what: str, fix: str) -> CaptureError:
-    """What cannot be captured, where the user's code does it, and what to do instead."""
+    """The error for code that cannot be captured, with the user's line and an alternative."""
     where = format_call_sites([*frames_of(sys._getframe(1))])
     return CaptureError(f"capture: {what}.{where}\n  Fix: {fix}.")
 
@@ -76,10 +76,10 @@ class OtherValueError(Exception):
 
 @dataclass(frozen=True)
 class ValueRead:
-    """What Python learned of values: a value as text, in which NaN equals NaN, or only the shapes of results.
+    """The values that Python read: a value as text, in which NaN equals NaN, or only the shapes of results.
 
     Attributes:
-        what: the op or method that showed them, for messages.
+        what: the op or method that read them, for messages.
         frame: the line of the user's code.
     """
 
@@ -92,32 +92,32 @@ class ValueRead:
         return self.what if self.frame is None else f"{self.what} at {self.frame}"
 
     def check(self) -> Callable[[object], None]:
-        """A call for the graph, of the value at a replay."""
+        """A call for the graph that checks the value at a replay."""
 
         def check_value(value: object) -> None:
             if learned(value, self.shapes_only) != self.found:
                 raise OtherValueError(self)
 
-        check_value.__module__ = "shardwise"  # what the code of the graph calls it
+        check_value.__module__ = "shardwise"  # its name in the code of the graph
         return check_value
 
 
 def learned(value: object, shapes_only: bool) -> object:
-    """What Python learns from the result of an op."""
+    """The values that Python reads from the result of an op, or only shapes."""
     if shapes_only:
         return [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
     return repr(value.tolist() if isinstance(value, Tensor) else value)
 
 
 def autocast_state() -> AutocastState:
-    """The devices for which autocast is on, with its dtypes."""
+    """The devices with autocast on, and its dtypes."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     return tuple((d, torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d))
 
 
 def with_autocast(state: AutocastState, function: Callable[P, T]) -> Callable[P, T]:
-    """`function` under the autocast of `state`, whatever is on where it is called: a graph has the casts as ops."""
+    """`function` under the autocast of `state`, whatever its caller has: a graph has the casts as ops."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -135,18 +135,18 @@ def with_autocast(state: AutocastState, function: Callable[P, T]) -> Callable[P,
 
 
 def getitem(values: Any, i: int) -> Any:
-    """One result of a call that has several."""
+    """One result of a call with several."""
     return values[i]
 
 
 class GraphInt(int):
-    """An int that an opaque call returned: every replay has another one."""
+    """An int from an opaque call, different at every replay."""
 
     node: fx.Node
 
 
 class Tracer:
-    """Traces what runs inside `tracing()`: the forward and later the backward of one call.
+    """Traces the ops inside `tracing()`: the forward and later the backward of one call.
 
     Attributes:
         graph: aten ops and opaque calls in execution order. Placeholders are the graph inputs.
@@ -168,14 +168,14 @@ class Tracer:
         self._constants: set[fx.Node] = set()  # same value at every replay
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self._written: set[int] = set()  # storages that were overwritten
-        self._unrepeatable: set[fx.Node] = set()  # what cannot be computed before everything else of a replay
-        self._compared: set[fx.Node] = set()  # whose values replays compare
+        self._unrepeatable: set[fx.Node] = set()  # not computable before all else of a replay
+        self._compared: set[fx.Node] = set()  # replays compare their values
         self._varying: set[fx.Node] = set()  # inputs whose first size differs from replay to replay
         self.paused = False
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace what this thread does inside."""
+        """Trace the ops of this thread inside."""
         if capture_hooks.current.tracer is not None:
             raise refusal("a captured function calls another one", "capture the outer one only")
         with capture_hooks.traced_by(self), _OpMode(self), _ValueReadMode(self):
@@ -261,7 +261,7 @@ class Tracer:
         """Run an aten op, and add it to the graph."""
         if self.paused:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:  # which the code of a graph cannot name
+        if kwargs.get("generator") is not None:  # the code of a graph cannot name one
             return self.call_opaque(_named(func), func, args, kwargs)
         tensors = _tensors(args, kwargs)
         nodes = [self.node_of(x) for x in tensors]
@@ -298,13 +298,13 @@ class Tracer:
         return out
 
     def _guard_value(self, node: fx.Node, value: object, shapes_only: bool, what: str) -> None:
-        """Let replays compare the result of `node` with `value`."""
+        """Compare the result of `node` with `value` at replays."""
         read = ValueRead(learned(value, shapes_only), shapes_only, what)
         self.reads.append(read)
         self.graph.call_function(read.check(), (node,)).meta |= {"opaque": True, "check": True}
 
     def _guard_sizes(self, operands: Sequence[object], what: str) -> None:
-        """Let replays compare the first sizes of operands that vary: something depends on them."""
+        """Compare the varying first sizes of operands at replays: a result depends on them."""
         if not self._varying:
             return
         for node in [self.find(x) for x in operands if isinstance(x, Tensor)]:
@@ -317,7 +317,7 @@ class Tracer:
                 self._guard_value(node, self.inputs[node], True, f"the number of ids, by {what}")
 
     def _is_repeatable(self, x: Tensor) -> bool:
-        """Whether it can be computed before everything else of a replay."""
+        """Whether it can be computed before all else of a replay."""
         return self.find(x) not in self._unrepeatable and _storage(x) not in self._written
 
     def _node_argument(self, x: object) -> object:
@@ -366,7 +366,7 @@ class Tracer:
                 raise refusal("the function makes the generator of an op", "make it outside of the captured function")
 
     def check_size_read(self, name: str, x: object) -> None:
-        """Guard the first size of a tensor if that varies and Python may be about to read it."""
+        """Guard a varying first size of a tensor if Python may be about to read it."""
         if not self.paused and name not in SAME_FOR_ALL_SIZES:
             self._guard_sizes([x], name)
 
@@ -440,7 +440,7 @@ class Tracer:
         """Run `call` untraced and add it as one node. An operand is a tensor, or a pair (node, value).
 
         Args:
-            writes: whether it may write its operands unseen; otherwise their version counters say which it wrote.
+            writes: whether it may write to operands unseen; otherwise their version counters show which were written.
         """
         nodes = [x[0] if isinstance(x, tuple) else self.node_of(x) for x in operands]
         values = [x[1] if isinstance(x, tuple) else x for x in operands]
@@ -452,7 +452,7 @@ class Tracer:
             out = call(*values)
         finally:
             self.paused = before
-        call.__name__, call.__module__ = name, "shardwise"  # what the code of the graph calls it
+        call.__name__, call.__module__ = name, "shardwise"  # its name in the code of the graph
         node = self.graph.call_function(call, tuple(nodes))
         node.meta["opaque"] = True
         self._unrepeatable.add(node)
@@ -516,7 +516,7 @@ class _OpaqueCall(torch.autograd.Function):
 
 
 def apply_to_locals(function: type[torch.autograd.Function], *args: object) -> Any:
-    """`Function.apply` on the local tensors that DTensors are: that of C++, which no patch replaces."""
+    """`Function.apply` on the local tensors of DTensors, by C++, which no patch replaces."""
     return super(torch.autograd.function._SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
 
 
@@ -525,7 +525,7 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _reads_values(func: OpOverload, args: Args) -> bool:
-    """Whether Python learns from the result, or from its shape, something of the values of the operands."""
+    """Whether the result, or its shape, shows Python values of the operands."""
     if func in INDEXING:
         return any(x.dtype in (torch.bool, torch.uint8) for x in args[1] if x is not None)
     return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
@@ -568,7 +568,7 @@ def _attribute(getter: Any) -> str:
 
 
 def _version(x: Tensor) -> int | None:
-    """How often `x` was written; None if torch does not count."""
+    """The number of writes to `x`; None if torch does not count them."""
     return None if x.is_inference() else x._version
 
 

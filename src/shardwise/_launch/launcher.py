@@ -1,5 +1,6 @@
-"""`launch` starts processes, joins them to a gloo world and returns what rank 0 returned. Their store is a memory
-file of the launcher, so there is no port to collide on and nothing to clean up.
+"""`launch` starts processes, joins them to a gloo world and returns the result of rank 0.
+
+Their store is a memory file of the launcher, so there is no port to collide on and nothing to clean up.
 """
 
 import os
@@ -42,10 +43,10 @@ def launch(
 ) -> T:
     """Run `fn(*args)` on `nproc` new processes of this machine, the ranks of one gloo world.
 
-    One rank is a process like many: what works with `nproc=1` works with more, and this process never joins a
-    world. Ranks share the cores evenly unless OMP_NUM_THREADS is set, and find RANK, LOCAL_RANK, WORLD_SIZE
-    and LOCAL_WORLD_SIZE in their environment. Under torchrun no process is started: `fn` runs here, in the world
-    that torchrun describes, every process gets its own result, and `nproc` is ignored: it may be left out.
+    A rank is one process of many: code for `nproc=1` works with more, and this process never joins a world. Ranks share
+    the cores evenly unless OMP_NUM_THREADS is set, and find RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE in their
+    environment. Under torchrun no process is started: `fn` runs here, in the world that torchrun describes, every
+    process gets its own result, and `nproc` is ignored: it may be omitted.
 
     Ctrl-C reaches only this process, which ends the ranks. Where SIGINT is ignored, as under nohup or in the
     background of a script, it stays ignored.
@@ -53,18 +54,18 @@ def launch(
     Args:
         fn: defined at the top level of a module that a new interpreter can import.
         args: picklable; every rank gets a copy.
-        nproc: ranks to start, at least 1. Needed unless torchrun has started them.
+        nproc: number of ranks to start, at least 1. Needed unless torchrun has started them.
         timeout_seconds: how long a rank waits for the others in one collective, or to join the world: 0.001 to 1e9.
-        grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after the failure of another, Ctrl-C, or
+        grace_seconds: between the SIGTERM that ends a rank and the SIGKILL, after another rank's failure, Ctrl-C, or
             another exception in this process.
 
     Returns:
-        What `fn` returned on rank 0; it has to be picklable, and should be small.
+        The result of `fn` on rank 0; it has to be picklable, and should be small.
 
     Raises:
-        ArgumentError: there is no `nproc`, and no torchrun; or a number is out of range.
+        ArgumentError: neither `nproc` nor torchrun is there; or a number is out of range.
         LaunchError: `fn` or `args` cannot be pickled; nothing was started.
-        RankFailedError: a rank raised, exited or was killed; all others have been ended.
+        RankFailedError: a rank raised, exited or was killed; all others have ended.
         KeyboardInterrupt: after all ranks have been ended.
     """
     if getattr(current_process(), "_inheriting", False):
@@ -99,7 +100,7 @@ def _run_in_place(fn: Callable[[*Args], T], args: tuple[*Args], timeout_seconds:
 
 
 class _Cause(IntEnum):
-    """How likely a failure is the first one, not the consequence of another rank's."""
+    """How likely a failure is the first one, not a consequence of another rank's."""
 
     DIED = 0  # without a message; peers cannot make a rank do that
     UNSURE = 1  # raised, or aborted by the transport: by itself or because a peer was gone
@@ -158,8 +159,8 @@ def _unpickled(job: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
 def _answers(
     job: bytes, nproc: int, timeout_seconds: float, grace_seconds: float
 ) -> "dict[int, bytes | _Failed | Death]":
-    """Run the job on new ranks; how each of them ended."""
-    from shardwise._collectives.checks.shared_memory import MemoryFile  # which imports torch, unlike this module
+    """Run the job on new ranks. Returns how each of them ended."""
+    from shardwise._collectives.checks.shared_memory import MemoryFile  # imports torch, unlike this module
     from shardwise._launch.processes import Death, RankProcesses
 
     answers: dict[int, bytes | _Failed | Death] = {}
@@ -168,7 +169,7 @@ def _answers(
         try:
             ranks.send(job)
             ranks.collect(answers, lambda answer: isinstance(answer, _Failed), SETTLE_SECONDS, inf)
-            for rank, pid in ranks.stopped():  # which others wait for
+            for rank, pid in ranks.stopped():  # other ranks wait for these
                 fix = f"let it go on (kill -CONT {pid}), or end it"
                 text = f"is stopped, and others waited for it (process {pid})\n  Fix: {fix}."
                 answers.setdefault(rank, _Failed(rank, text, 0, _Cause.DIED, 0.0))
@@ -181,7 +182,7 @@ def _answers(
 
 
 def _result(answers: "Mapping[int, bytes | _Failed | Death]") -> Any:
-    """What rank 0 returned; raises if any rank failed."""
+    """The result of rank 0; raises if any rank failed."""
     failures = [_failed(rank, answer) for rank, answer in answers.items() if not isinstance(answer, bytes)]
     if not failures:
         assert isinstance(answers[0], bytes)
@@ -212,7 +213,7 @@ class _Stop(SystemExit):
 
 
 def _rank_main(connection: Connection, rank: int, size: int, store: str, timeout_seconds: float) -> None:
-    """Run one job on one rank, and send what it returned or raised."""
+    """Run one job on one rank, and send its result or error."""
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # also where native code never lets the thread run that sees the parent end
@@ -232,7 +233,7 @@ def _rank_main(connection: Connection, rank: int, size: int, store: str, timeout
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads standard output any more, as after `| head`; other programs then end by SIGPIPE."""
+    """Whether no process reads standard output any more, as after `| head`; other programs then end by SIGPIPE."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -240,7 +241,7 @@ def _reader_left() -> bool:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Let SIGTERM raise inside; outside, in imports and exit handlers, it ends the process at once."""
+    """Make SIGTERM raise inside; outside, in imports and exit handlers, it ends the process at once."""
     report = sys.unraisablehook
 
     def stop(*_: object) -> NoReturn:
@@ -264,7 +265,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def _run(job: bytes, rank: int, size: int, store: str, timeout_seconds: float) -> bytes:
-    """Join the world, run the job, leave; the pickled result on rank 0."""
+    """Join the world, run the job, leave. Returns the pickled result on rank 0."""
     _set_environment(rank, size)
     from shardwise import _collectives as collectives
 
@@ -322,7 +323,7 @@ def _raised(rank: int, error: BaseException) -> _Failed:
 def format_traceback(error: BaseException, trace: TracebackType | None) -> str:
     """The traceback of `error` from `trace` on, of user code alone if the error is one of shardwise's own.
 
-    Its text says what is wrong; the frames below the user's line are the library's.
+    The text of the error is enough; frames below the user's line are the library's.
     """
     from shardwise._trace.user_stack import is_user_file  # imports torch, unlike this module
 

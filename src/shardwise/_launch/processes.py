@@ -1,4 +1,4 @@
-"""Processes for ranks: start them, exchange messages with them, see how each ends, end them.
+"""Processes for ranks: start them, exchange messages with them, observe their ends, end them.
 
 `launch` runs one job on such processes, `shardwise.testing` keeps them from test to test. They come from a context of
 `torch.multiprocessing`. Ctrl-C reaches only the parent, and no rank outlives the parent.
@@ -35,8 +35,8 @@ class Death:
     """The end of a process that sent no message.
 
     Attributes:
-        exitcode: None if the process only closed its connection.
-        at: when that was seen, in seconds of `time.monotonic`, which all processes share.
+        exitcode: None if the process has only closed its connection.
+        at: time of the observation, in seconds of `time.monotonic`, which all processes share.
     """
 
     exitcode: int | None
@@ -53,14 +53,14 @@ class Death:
 
     @property
     def fix(self) -> str:
-        """What to do, the rest of "Fix: "."""
+        """The fix, after "Fix: "."""
         if self.exitcode == -signal.SIGKILL:
             return "look whether memory ran out (dmesg); if so, let a rank hold less"
         return "its own output says why; correct that"
 
 
 def has_main_file() -> bool:
-    """Whether new processes can import this program: that of a notebook or of `python -c` is in no file."""
+    """Whether new processes can import this program: a notebook or `python -c` has no file."""
     main = sys.modules["__main__"]
     return main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
 
@@ -68,8 +68,8 @@ def has_main_file() -> bool:
 class RankProcesses:
     """`size` new processes; each runs `main(connection, rank, *args)`, and `connections[rank]` is the other end.
 
-    What ranks send is pickled; what is sent to them is bytes. Each is a new interpreter, or `forked` from a server that
-    imports modules once.
+    Messages from ranks are pickled, messages to them are bytes. Each is a new interpreter, or `forked` from a server
+    that imports modules once.
     """
 
     def __init__(self, size: int, main: Callable[..., None], *args: object, forked: bool = False) -> None:
@@ -101,7 +101,7 @@ class RankProcesses:
         return all(process.is_alive() for process in self.processes)
 
     def stopped(self) -> list[tuple[int, int]]:
-        """Rank and number of each process that is stopped, as by Ctrl-Z."""
+        """Rank and number of each stopped process, as by Ctrl-Z."""
         pids = [(rank, process.pid) for rank, process in enumerate(self.processes) if process.pid is not None]
         return [(rank, pid) for rank, pid in pids if identity_of(pid).state() == "stopped"]
 
@@ -109,7 +109,7 @@ class RankProcesses:
         return [process.exitcode for process in self.processes]
 
     def send(self, message: bytes) -> None:
-        """Send a message to every rank; `collect` finds those that are dead."""
+        """Send a message to every rank; `collect` finds dead ranks."""
         for connection in self.connections:
             with suppress(OSError):
                 connection.send_bytes(message)
@@ -200,10 +200,10 @@ def _end_with_parent(folder: str | None) -> None:
 
 @contextmanager
 def _sigint_postponed() -> Iterator[None]:
-    """Let Ctrl-C have its effect when the block ends, so that no process is left half started.
+    """Delay Ctrl-C until the block ends, so that no process is left half started.
 
-    Processes started inside inherit the blocked signal until they ignore it. Blocking it is not enough for this
-    one: another thread of it may receive the signal.
+    Processes started inside inherit the blocked signal until they ignore it. Blocking is not enough for this process:
+    another thread of it may receive the signal.
     """
     received: list[int] = []
     before = signal.getsignal(signal.SIGINT)

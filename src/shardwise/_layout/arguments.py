@@ -5,8 +5,8 @@
 
     rows("3")   # ArgumentError: rows(): count must be an integer, got '3'. Fix: pass an integer.
 
-The check comes before anything else, so a call is refused before it changes or sends anything. `KINDS` says how an
-annotation reads in an error; a subpackage adds its own types with `describe`.
+The check comes first, so a call is refused before it changes or sends anything. `KINDS` has the text of each annotation
+in errors; a subpackage adds its own types with `describe`.
 """
 
 import inspect
@@ -41,15 +41,15 @@ SHOWN = 80  # characters of a value in an error
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument must be.
+    """The allowed values of an argument.
 
     Args:
         expected: the rest of "… must be".
-        fits: whether a value is one.
-        fix: the rest of "Fix: "; "" is to pass what is expected.
-        error: what is raised otherwise.
+        fits: whether a value is allowed.
+        fix: the rest of "Fix: "; "" is to pass the expected value.
+        error: the class of the error.
         misuse: a more precise fix for some values, or "".
-        exact: types all values of which fit, or are checked later; this is the fast path.
+        exact: types of which all values fit, or are checked later; this is the fast path.
     """
 
     expected: str
@@ -60,7 +60,7 @@ class Kind:
     exact: frozenset[type] = frozenset()
 
     def __repr__(self) -> str:
-        """What `help()` shows of an annotation."""
+        """The text of an annotation in `help()`."""
         return repr(self.expected)
 
 
@@ -68,12 +68,12 @@ KINDS: dict[object, Kind | None] = {Any: None, object: None, inspect.Parameter.e
 
 
 def describe(annotation: object, kind: Kind | None) -> None:
-    """Say what `annotation` means in the signature of a public function."""
+    """Define the meaning of `annotation` in the signature of a public function."""
     KINDS[annotation] = kind
 
 
 def shown(value: object) -> str:
-    """`value` in an error, the same on every rank: its text if that has no address, else its type."""
+    """`value` in an error, equal on every rank: its text if that has no address, else its type."""
     kind = type(value)
     if isinstance(value, str | bytes | int | float | complex | None | types.EllipsisType) or (
         kind.__module__.startswith("shardwise._layout")
@@ -101,7 +101,7 @@ def _with_article(name: str) -> str:
 
 
 def is_integer(value: object) -> TypeGuard[SupportsIndex]:
-    """Whether `value` counts as an integer: Python's, NumPy's or torch's, but no bool."""
+    """Whether `value` counts as an integer: Python's, NumPy's or torch's, but not a bool."""
     if type(value) is int:
         return True
     if isinstance(value, bool | str | float) or not isinstance(value, SupportsIndex):
@@ -135,7 +135,7 @@ def as_integers(values: object, what: str, error: type[ShardwiseError], fix: str
 
 
 def is_listing(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether `value` is a collection in an order that ranks share: no text, no mapping, no set."""
+    """Whether `value` is a collection in an order that ranks share: not a text, a mapping or a set."""
     return (
         isinstance(value, Iterable)
         and not isinstance(value, str | bytes | Mapping | set | frozenset)
@@ -171,21 +171,21 @@ describe(slice, Kind("a slice", lambda value: isinstance(value, slice)))
 
 MOST = 2**31 - 1
 Count = Annotated[int, Kind(f"an integer from 1 to {MOST}", lambda value: _is_within(value, MOST))]
-"""A number of things, of which there is at least one."""
+"""A number of things, at least one."""
 NumRanks = Annotated[int, Kind("a number of ranks, an integer from 1 to 4096", lambda value: _is_within(value, 4096))]
 Timeout = Annotated[
     float, Kind("a time of 0.001 to 1e9 seconds", lambda value: _is_real(value) and 1e-3 <= value <= 1e9)
 ]
-"""How long a process waits for others: torch counts milliseconds, and has no infinite time."""
+"""The time that a process waits for others: torch counts milliseconds, and has no infinite time."""
 
 
 NAMED = Kind("a dict by name", lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value))
 SEQUENCE = Kind("a sequence", is_listing)
-"""What the function that takes it checks the items of, because ranks may pass different ones."""
+"""A sequence of unchecked items: the function checks them, because ranks may pass different ones."""
 
 
 def kind_of(annotation: Any) -> Kind | None:
-    """What `annotation` asks for; None if it asks for nothing that can be checked."""
+    """The kind of `annotation`; None if it has nothing that can be checked."""
     try:
         if annotation in KINDS:
             return KINDS[annotation]
@@ -254,7 +254,7 @@ def _generic(origin: type, parameters: tuple[Any, ...]) -> Kind | None:
         )
     if issubclass(origin, Collection):
         item = kind_of(parameters[0]) if parameters else None
-        if origin is Collection:  # in any order, so a set or one string will do
+        if origin is Collection:  # in any order, so a set or one string is allowed
             return Kind(f"a collection{_of(item)}", lambda value: _is_collection(value) and _all_fit(item, value))
         if item is None:
             return Kind("a sequence", is_listing)
@@ -296,10 +296,10 @@ def _all_fit(kind: Kind | None, values: Iterable[object]) -> bool:
 
 
 def checked(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn`, which first compares its arguments with its annotations.
+    """`fn`, which first checks its arguments against its annotations.
 
     Raises:
-        ArgumentError, or the error of the kind: it names the argument, what it must be, what it is, and a fix.
+        ArgumentError, or the error of the kind: names the argument, what it must be, its value, and a fix.
     """
     kinds: dict[str, Kind | None] | None = None
     names: list[str] = []
@@ -330,7 +330,7 @@ def checked(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kinds_of_others(annotation: object) -> dict[str, Kind | None]:
-    """What each name of a typed dict asks for, in `**others: Unpack[...]`."""
+    """The kind of each name of a typed dict in `**others: Unpack[...]`."""
     if get_origin(annotation) is not Unpack:
         return {}
     (named,) = get_args(annotation)

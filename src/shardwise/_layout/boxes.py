@@ -40,7 +40,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def along(self, dim: int, start: int, length: int) -> "Box":
-        """This box, but with offset `start` and size `length` along `dim`."""
+        """This box with offset `start` and size `length` along `dim`."""
         offsets = (*self.offsets[:dim], start, *self.offsets[dim + 1 :])
         return Box(offsets, (*self.sizes[:dim], length, *self.sizes[dim + 1 :]))
 
@@ -68,10 +68,10 @@ def split_by_boxes(local: "Tensor", boxes: Sequence[Box]) -> "list[Tensor]":
 
 
 class BoxIndex:
-    """The boxes of positions, in the order of their offsets, so that those that touch a box are found fast.
+    """The boxes of positions, ordered by their offsets, so that the boxes that touch a box are found fast.
 
     Args:
-        rows: the boxes of each position; kept, so that the index has two numbers for each box.
+        rows: the boxes of each position; kept by reference: the index has two numbers for each box.
     """
 
     def __init__(self, rows: Sequence[Sequence[Box]]) -> None:
@@ -103,7 +103,7 @@ class BoxIndex:
                 yield at, own
 
 
-Labelled = tuple[object, Box]  # where the box is, as `str` says in errors, and the box
+Labelled = tuple[object, Box]  # the text of the box's holder in errors, and the box
 
 
 MOST_DIMS = 8  # along which boxes are divided: each has 2^8 corners there
@@ -112,8 +112,8 @@ MOST_DIMS = 8  # along which boxes are divided: each has 2^8 corners there
 def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
     """Raise LayoutError, naming two boxes, unless the boxes cover `shape` exactly once.
 
-    Empty boxes are allowed anywhere inside the shape. Cost: two dict operations for each box, four if they are divided
-    along two dims, and so on.
+    Empty boxes are allowed anywhere inside the shape. Cost: two dict operations for each box, four if the boxes are
+    divided along two dims, and so on.
     """
     for where, box in labelled:
         _check_inside(where, box, shape)
@@ -135,9 +135,9 @@ def check_cover(labelled: Sequence[Labelled], shape: tuple[int, ...]) -> None:
 def _first_wrong(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The first element that is not in exactly one box; None if there is none.
 
-    How many boxes an element is in is the sum of the signs of all corners that are nowhere behind it: the first corner
-    of a box has +1, its neighbors along one dim -1, those along two dims +1, and so on. Less the full shape, every
-    element is in none, so the signs at each corner add up to 0; the first one where they do not is wrong itself.
+    The number of boxes with an element is the sum of the signs of all corners that are nowhere behind it: the first
+    corner of a box has +1, its neighbors along one dim -1, along two dims +1, and so on. Without the full shape, every
+    element is in no box, so the signs at each corner add up to 0; the first corner where they do not is wrong itself.
     """
     if len(boxes) == 1 and boxes[0].sizes == shape:
         return None

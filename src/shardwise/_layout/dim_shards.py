@@ -1,7 +1,7 @@
-"""How mesh axes divide a dim: one table of where its shards begin.
+"""The division of a dim by mesh axes: one table of the offsets of its shards.
 
-Layout(Mesh((2, 2)), [Shard(0), Shard(0)], (5,)): shards begin at 0, 2, 3 and 4, and the last one ends at 5. They
-lie one after the other, so a rank finds its own by number, and those that touch a range by bisection.
+Layout(Mesh((2, 2)), [Shard(0), Shard(0)], (5,)): shards begin at 0, 2, 3 and 4, and the last one ends at 5. A rank
+finds its shard by number, and the shards that touch a range by bisection.
 """
 
 from array import array
@@ -20,7 +20,7 @@ Division = Sequence[tuple[int, ShardSizes | None]]  # positions and given sizes 
 
 
 def chunk(size: int, positions: int) -> tuple[int, ...]:
-    """The shard sizes of a dim by default: those of `torch.chunk`, ceil(size / positions), the last ones less."""
+    """The default shard sizes of a dim, as by `torch.chunk`: ceil(size / positions), the last ones less."""
     step = -(-size // positions)
     full = size // step if step else 0
     rest = (size - full * step,) if full < positions else ()
@@ -28,7 +28,7 @@ def chunk(size: int, positions: int) -> tuple[int, ...]:
 
 
 def shard_sizes(length: int, divided_by: Division) -> tuple[int, ...]:
-    """The sizes of the shards of a dim, those of each outer shard side by side."""
+    """The sizes of the shards of a dim, side by side for all outer shards."""
     sizes: tuple[int, ...] = (length,)
     for count, given in divided_by:
         if given is None:
@@ -41,18 +41,18 @@ def shard_sizes(length: int, divided_by: Division) -> tuple[int, ...]:
 
 
 def rows_of(sizes: ShardSizes, count: int) -> tuple[tuple[int, ...], ...]:
-    """One row of sizes for each outer shard: those given, or the same for all `count`."""
+    """One row of sizes for each outer shard: the given ones, or equal for all `count`."""
     nested = bool(sizes) and isinstance(sizes[0], tuple)  # then all are: Shard refuses a mixture
     return sizes if nested else (sizes,) * count  # type: ignore[return-value]
 
 
 def starts_of(sizes: Sequence[int]) -> "array[int]":
-    """Where shards of these sizes begin, and where the last one ends."""
-    return array("q" if sum(sizes) >> 31 else "i", accumulate(sizes, initial=0))  # of small numbers half the memory
+    """Offsets of shards of these sizes, and the end of the last one."""
+    return array("q" if sum(sizes) >> 31 else "i", accumulate(sizes, initial=0))  # small numbers take half the memory
 
 
 def sizes_between(starts: "array[int]") -> tuple[int, ...]:
-    """The sizes of the shards that begin there."""
+    """The sizes of the shards with these offsets."""
     return tuple(map(sub, starts[1:], starts))
 
 
@@ -60,7 +60,7 @@ class DimShard(NamedTuple):
     """One shard of a dim, in elements.
 
     Attributes:
-        at: where in `Mesh.ranks` its ranks are, by their positions on the axes that divide the dim.
+        at: the indices of its ranks in `Mesh.ranks`, by their positions on the axes that divide the dim.
     """
 
     start: int
@@ -69,12 +69,12 @@ class DimShard(NamedTuple):
 
 
 class DimShards:
-    """The shards of a dim, numbered in the order in which they lie.
+    """The shards of a dim, numbered in their order along it.
 
     Args:
         mesh: the ranks.
-        axes: those that divide the dim, the outermost first: a number has their positions as its digits.
-        starts: where shards begin, and where the last one ends.
+        axes: axes that divide the dim, the outermost first: the digits of a number are positions on them.
+        starts: offsets of shards, and the end of the last one.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[int, ...], starts: "array[int]") -> None:
@@ -100,7 +100,7 @@ class DimShards:
         return self.starts[number], self.starts[number + 1] - self.starts[number]
 
     def along(self, axis: int, coordinate: Sequence[int]) -> "array[int]":
-        """Where the shards by the axes up to `axis` begin, at each position on it through `coordinate`."""
+        """The offsets of the shards by the axes up to `axis`, at each position on it through `coordinate`."""
         if len(self.axes) == 1:
             return self.starts  # no copy, which for thousands of ranks takes more memory than a plan
         outer, count, inner = self._split(axis)
@@ -118,7 +118,7 @@ class DimShards:
         return rows if len(rows) > 1 else rows[0]
 
     def _split(self, axis: int) -> tuple[tuple[int, ...], int, int]:
-        """The axes before `axis`, its positions, and how many shards those after it make."""
+        """The axes before `axis`, its positions, and the number of shards that later axes make."""
         depth = self.axes.index(axis)
         return self.axes[:depth], self.mesh.shape[axis], prod(self.mesh.shape[a] for a in self.axes[depth + 1 :])
 
@@ -126,7 +126,7 @@ class DimShards:
         """The shards that have elements from `first` to before `last`.
 
         Args:
-            fixed: only the shards at these positions on these axes, which are not part of their place.
+            fixed: only shards at these positions on these axes; the axes are not part of the shards' numbers.
         """
         starts, fixed = self.starts, fixed or {}
         near: Sequence[int] = range(
@@ -164,7 +164,7 @@ def dim_shards(length: int, mesh: Mesh, divided_by: tuple[tuple[int, ShardSizes 
     """The shards of a dim of `length` elements, made once: layouts that differ in other dims share them.
 
     Args:
-        divided_by: the axes that divide it, the outermost first, each with its sizes if they are given.
+        divided_by: the axes that divide it, the outermost first, with their sizes if given.
     """
     sizes = shard_sizes(length, [(mesh.shape[axis], given) for axis, given in divided_by])
     return DimShards(mesh, tuple([axis for axis, _ in divided_by]), starts_of(sizes))
@@ -173,7 +173,7 @@ def dim_shards(length: int, mesh: Mesh, divided_by: tuple[tuple[int, ShardSizes 
 def sizes_by_axis(
     mesh: Mesh, axes: Sequence[int], order: tuple[int, ...], sizes_of_ranks: dict[int, int]
 ) -> dict[int, ShardSizes]:
-    """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along these."""
+    """The shard sizes, by axis, of a dim sharded by `axes`, from the size on each rank along them."""
     found = tuple([axis for axis in order if axis in axes])
     here = {tuple(at[axis] for axis in found): n for rank, n in sizes_of_ranks.items() if (at := mesh.coordinate(rank))}
     shards = DimShards(mesh, found, starts_of([n for _, n in sorted(here.items())]))

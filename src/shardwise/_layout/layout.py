@@ -1,4 +1,4 @@
-"""Which box of a global tensor is the local shard of each rank; plain integers.
+"""The box of a global tensor that each rank holds; plain integers.
 
 Layout(Mesh((2,)), [Shard(0)], (5, 4)): rank 0 holds [0:3, 0:4], rank 1 [3:5, 0:4]
 """
@@ -36,10 +36,9 @@ class Layout:
         mesh: the ranks.
         placements: one per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated.
         shape: the global shape.
-        shard_order: the order in which mesh axes shard the same dim, as a permutation of the axes; None is from
-            the first to the last. Axes that shard different dims have no order: layouts that differ only there
-            are equal.
-        strides: of the global tensor in elements, if they are not row-major. They say which reshapes are views.
+        shard_order: the order in which mesh axes shard one dim, as a permutation of the axes; None is from the first to
+            the last. Axes that shard different dims have no order: layouts that differ only there are equal.
+        strides: of the global tensor in elements, if not row-major. They decide which reshapes are views.
 
     Raises:
         LayoutError: placements that do not describe a tensor of this shape on this mesh.
@@ -174,7 +173,7 @@ class Layout:
 
     @property
     def dims(self) -> tuple[DimShards, ...]:
-        """The shards of each dim. Explicit boxes, and ranks without elements by OnRanks, are not part of it."""
+        """The shards of each dim, without explicit boxes, and without ranks that OnRanks leaves empty."""
         if self._dims is None:
             shards = [(axis, p) for axis in self.shard_order if isinstance(p := self.placements[axis], Shard)]
             by = [tuple([(axis, p.sizes) for axis, p in shards if p.dim == dim]) for dim in range(len(self.shape))]
@@ -182,7 +181,7 @@ class Layout:
         return self._dims or ()
 
     def find_boxes(self, rank: int) -> tuple[Box, ...]:
-        """`boxes`, not kept: for those who ask for many ranks."""
+        """`boxes`, not kept: for callers that ask for many ranks."""
         here = self.mesh.coordinate(rank)
         if here is None:
             return ()
@@ -223,7 +222,7 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether the local tensors of all ranks of the mesh are known to have one shape, without asking each rank."""
+        """Whether the local tensors of all ranks are known to have one shape, without asking each rank."""
         listed = any(isinstance(p, OnRanks | Boxes) for p in self.placements)
         return not listed and all(len(dim.lengths) == 1 for dim in self.dims)
 
@@ -265,7 +264,7 @@ class Layout:
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements of the global tensor share memory, as those of an expanded or unfolded tensor do."""
+        """Whether elements of the global tensor share memory, as in an expanded or unfolded tensor."""
         last = 0  # offset of the last element of the dims so far, which are those of the smallest strides
         for stride, size in sorted(zip(self.strides or (), self.shape, strict=False)):
             if size > 1:
@@ -292,25 +291,25 @@ class Layout:
         return all(p == REPLICATE for p in self.placements)
 
     def replicated(self) -> "Layout":
-        """The full tensor on every rank of the mesh."""
+        """The layout with the full tensor on every rank of the mesh."""
         return self.replace([REPLICATE] * self.mesh.ndim)
 
     def gathered_on(self, rank: int) -> "Layout":
-        """The full tensor on one rank, on a mesh of that rank alone."""
+        """The layout of the full tensor on one rank, on a mesh of that rank alone."""
         return Layout(Mesh((1,), (rank,), None, self.mesh.device_type), [REPLICATE], self.shape)
 
     def reduced(self) -> "Layout":
-        """The layout after all-reduces: Replicate in place of Partial."""
+        """The layout after all-reduces, with Replicate for Partial."""
         return self.replace([REPLICATE if isinstance(p, Partial) else p for p in self.placements])
 
     def partial_coordinate(self, rank: int) -> tuple[int, ...]:
-        """The coordinate of `rank` on the Partial axes: ranks with different ones hold different partial values."""
+        """The coordinate of `rank` on the Partial axes; partial values differ between coordinates."""
         here = self.mesh.coordinate(rank)
         return () if here is None else tuple(here[axis] for axis in self.partial_axes)
 
     def identity_element(self, rank: int) -> int | None:
-        """What `rank` holds if one rank per Partial axis holds the value: 0 for sums, 1 for products; None on the rank
-        with the value, and on all ranks for averages, maxima and minima."""
+        """The filler on `rank` if one rank per Partial axis holds the value: 0 for sums, 1 for products; None on the
+        rank with the value, and on all ranks for averages, maxima and minima."""
         for axis, here in zip(self.partial_axes, self.partial_coordinate(rank), strict=False):
             placement = self.placements[axis]
             assert isinstance(placement, Partial)
@@ -319,7 +318,7 @@ class Layout:
         return None
 
     def show(self, header: str = "", itemsize: int | None = None) -> None:
-        """Print which rank holds which part; `shardwise.picture` gives it as text or SVG."""
+        """Print which rank holds which part; `shardwise.picture` returns it as text or SVG."""
         _draw(self, header, itemsize).show()
 
     def _repr_html_(self, header: str = "", itemsize: int | None = None) -> str:
@@ -339,7 +338,7 @@ _known: WeakValueDictionary[object, Layout] = WeakValueDictionary()
 
 
 def sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
-    """`layout`, sharded on `axis` too, where it is replicated, after all other axes: parameters of `fully_shard`."""
+    """`layout`, sharded on its replicated axis `axis` too, after all other axes: parameters of `fully_shard`."""
     placements = [placement if at == axis else other for at, other in enumerate(layout.placements)]
     order = [other for other in layout.shard_order if other != axis]
     return Layout(layout.mesh, placements, layout.shape, [*order, axis])
@@ -349,7 +348,7 @@ def sharded_last(layout: Layout, axis: int, placement: Shard) -> Layout:
 
 
 def dims_by_stride(strides: Sequence[int]) -> list[int]:
-    """The dims from the one with the largest stride to that with the smallest: the order of an element in memory."""
+    """The dims from the largest stride to the smallest: their order in memory."""
     return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
 
 
@@ -368,7 +367,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Drawing(Protocol):
-    """What a renderer makes of a layout."""
+    """The picture of a layout by a renderer."""
 
     def show(self) -> None: ...
 
@@ -382,6 +381,6 @@ _draw: Renderer
 
 
 def set_renderer(renderer: Renderer) -> None:
-    """What `Layout.show` and notebooks draw with. `shardwise/__init__.py` sets it: pictures are of a higher layer."""
+    """Set the renderer of `Layout.show` and notebooks. `shardwise/__init__.py` calls this."""
     global _draw  # noqa: PLW0603
     _draw = renderer

@@ -117,12 +117,12 @@ class Mesh:
 
     @cached_property
     def _indices(self) -> dict[int, int] | range:
-        """Where each rank is in `ranks`."""
+        """The index of each rank in `ranks`."""
         return range(len(self.ranks)) if self.is_range else {rank: i for i, rank in enumerate(self.ranks)}
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """How far apart in `ranks` neighbors along each axis are."""
+        """The distance in `ranks` between neighbors along each axis."""
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(self.ndim))
 
     @cached_property
@@ -149,7 +149,7 @@ class Mesh:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
     def index(self, rank: int) -> int:
-        """Where `rank` is in `ranks`."""
+        """The index of `rank` in `ranks`."""
         return self._indices[rank]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
@@ -175,14 +175,14 @@ class Mesh:
         return self.ranks[index]
 
     def axis_ranks(self, rank: int, axis: int) -> tuple[int, ...]:
-        """The ranks along `axis` through `rank`, in rank order: the coordinate of `rank` but for `axis`."""
+        """The ranks along `axis` through `rank`, in rank order: their coordinates differ only on `axis`."""
         stride = self.strides[axis]
         index = self._indices[rank]
         first = index - index // stride % self.shape[axis] * stride
         return self.ranks[first : first + self.shape[axis] * stride : stride]
 
     def places(self, axes: Sequence[int]) -> Sequence[int]:
-        """Where in `ranks` all positions on `axes` are, those on the last one side by side, at 0 on other axes."""
+        """The indices in `ranks` of all positions on `axes`, the last one fastest, at 0 on other axes."""
         found: Sequence[int] = (0,)
         for axis in axes:
             positions = range(0, self.shape[axis] * self.strides[axis], self.strides[axis])
@@ -190,7 +190,7 @@ class Mesh:
         return found
 
     def ranks_at(self, places: Sequence[Sequence[int]]) -> list[int]:
-        """The rising ranks at all sums of one of each of these places."""
+        """The rising ranks at all sums of one index of each list."""
         several = [more for more in places if len(more) != 1]
         first = sum(more[0] for more in places if len(more) == 1)
         if not several:
@@ -201,7 +201,7 @@ class Mesh:
         return sorted(at if self.is_range else [self.ranks[i] for i in at])
 
     def submesh(self, names: str | int | Sequence[str | int], rank: int) -> "Mesh":
-        """The mesh of some axes through `rank`: of all ranks with its coordinate on the other axes."""
+        """The mesh of some axes through `rank`, with its coordinate on the other axes."""
         wanted = (names,) if isinstance(names, str | int) else tuple(names)
         axes = [self.axis(name) for name in wanted]
         here = self.coordinate(rank)
@@ -216,7 +216,7 @@ class Mesh:
         return Mesh(tuple(self.shape[axis] for axis in axes), tuple(ranks), labels, self.device_type)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> "Mesh":
-        """The sub-mesh of some axes, by name, through the rank that asks: as of torch's DeviceMesh."""
+        """The sub-mesh of some axes, by name, through the calling rank, as in torch's DeviceMesh."""
         if not all(isinstance(name, str) for name in (names if isinstance(names, tuple) else (names,))):
             raise MeshError(
                 f"A sub-mesh is chosen by the names of its axes, got {shown(names)}. Fix: such as mesh['tp']."
@@ -226,7 +226,7 @@ class Mesh:
     __iter__ = None  # Python would make an iterator of __getitem__
 
     def get_local_rank(self, mesh_dim: str | int | None = None) -> int:
-        """The position on one axis of the rank that asks; None is the only axis."""
+        """The calling rank's position on one axis; None is the only axis."""
         if mesh_dim is None and self.ndim != 1:
             raise MeshError(f"{self} has {self.ndim} axes. Fix: name one of them.")
         here, axis = self.coordinate(_rank()), self.axis(mesh_dim or 0)
@@ -235,7 +235,7 @@ class Mesh:
         return here[axis]
 
     def __enter__(self) -> Self:
-        """Inside `with mesh:`, it is the mesh of functions that are given none."""
+        """Inside `with mesh:`, it is the default mesh of functions."""
         _entered.set((*_entered.get(), self))
         return self
 
@@ -274,7 +274,7 @@ _rank: Callable[[], int] = _unknown
 
 
 def set_rank(rank: Callable[[], int]) -> None:
-    """What `mesh["tp"]` asks for the rank. `shardwise/__init__.py` sets it: processes are of a higher layer."""
+    """Set the function by which `mesh["tp"]` finds the rank. `shardwise/__init__.py` calls this."""
     global _rank  # noqa: PLW0603
     _rank = rank
 
@@ -286,7 +286,7 @@ def _names(names: object) -> tuple[str, ...]:
 
 
 def mesh_of(value: Any) -> Mesh | None:
-    """`value` as a `Mesh`: itself, or one with the ranks of torch's `DeviceMesh`; None if it is neither."""
+    """`value` as a `Mesh`: itself, or one with the ranks of torch's `DeviceMesh`; None for other values."""
     if isinstance(value, Mesh):
         return value
     if type(value).__module__ != "torch.distributed.device_mesh" or not hasattr(value, "mesh_dim_names"):

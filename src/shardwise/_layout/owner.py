@@ -1,4 +1,4 @@
-"""Whose tensors have a layout object: every rank of every world has objects of its own, equal to those of others."""
+"""Owners of layout objects: every rank of every world has its own objects, equal to those of others."""
 
 from collections.abc import Callable, Sequence
 from threading import RLock
@@ -7,7 +7,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 
 
 class LayoutKey:
-    """One layout object in the key of a cache: unlike the layout, it is equal to no other one."""
+    """One layout object in the key of a cache; unlike the layout, it is equal to no other object."""
 
     __slots__ = ("owner", "value")
 
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 
 class SizedCache(dict[object, Any]):
-    """A cache of so many bytes, about, which begins again when it is full."""
+    """A cache of about this many bytes, which is cleared when it is full."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -50,11 +50,11 @@ class Owner:
     """A rank of one world. A cache whose keys have layout objects distinguishes its tensors from those of others.
 
     Attributes:
-        world: the same object for all ranks of it that are in this process.
+        world: one object for all ranks of the world in this process.
         costs: of collectives, by type of device, by which this rank plans.
-        calls: how this rank runs calls that it has made before, by `call_key`.
-        redistributions: how it redistributes, and the layouts that it redistributed to, by what it was given; at
-            4,096 ranks one may take 9 MB.
+        calls: how this rank runs calls, by `call_key`.
+        redistributions: how it redistributes, and the target layouts, by the arguments; one may take 9 MB at 4,096
+            ranks.
     """
 
     def __init__(self, rank: int, world_size: int, world: object = None) -> None:
@@ -69,26 +69,26 @@ class Owner:
         self._layouts: WeakValueDictionary[object, Any] = WeakValueDictionary()
 
     def described(self, other: "Owner") -> str:
-        """This rank, for an error of another one."""
+        """This rank, for an error on another rank."""
         if self.world is other.world:
             return f"rank {self.rank} of this world"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return f"rank {self.rank} of another world, of {ranks}"
 
     def state(self, make: Callable[[], S]) -> S:
-        """What the rank keeps of one kind, such as counts that ranks compare: `make()`, once in each world."""
+        """The rank's state of one kind, such as counts that ranks compare: `make()`, once in each world."""
         found: S | None = self._states.get(make)
         if found is None:
             found = self._states[make] = make()
         return found
 
     def forget(self) -> None:
-        """End with the world: forget states and how it runs calls, and with that its layouts."""
+        """End with the world: forget states, and how calls run, which has layouts."""
         self._states.clear()
         self.forget_calls()
 
     def forget_calls(self) -> None:
-        """Forget how it runs calls."""
+        """Forget how calls run."""
         self.calls.clear()
         self.redistributions.clear()
 
@@ -112,7 +112,7 @@ CACHE_LIMIT = 1 << 16
 
 
 def remember(cache: dict[Any, Any], key: object, value: object) -> None:
-    """Add to a cache, which begins again when it is full."""
+    """Add to a cache, which is cleared when it is full."""
     if len(cache) >= CACHE_LIMIT:
         cache.clear()
     cache[key] = value
@@ -131,7 +131,7 @@ def before_first_dtensor(action: Callable[[], None]) -> None:
 
 
 def complete() -> None:
-    """Call what is in `before_first`; an action may add others."""
+    """Call the actions in `before_first`; an action may add others."""
     with _completing:
         while before_first:
             action = before_first[-1]
@@ -143,6 +143,6 @@ _owners: WeakSet[Owner] = WeakSet()
 
 
 def forget_calls() -> None:
-    """Let all owners forget how they run calls."""
+    """Make all owners forget how calls run."""
     for owner in _owners:
         owner.forget_calls()

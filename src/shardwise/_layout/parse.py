@@ -54,7 +54,7 @@ def parse_placement(text: object) -> Placement:
 
 
 def parse_placements(text: object) -> list[Placement] | dict[str, Placement]:
-    """The placements written in `text`, one per mesh axis: "Shard(0), Replicate()", or "dp=Shard(0)" by axis name.
+    """The placements in `text`, one per mesh axis: "Shard(0), Replicate()", or "dp=Shard(0)" by axis name.
 
     Args:
         text: one string, or a list or a table by axis name of strings of one placement each.
@@ -148,10 +148,10 @@ def parse_mesh(text: object, ranks: Sequence[int] = ()) -> Mesh:
 
 
 def parse_itemsize(text: object) -> int:
-    """Bytes of an element of the dtype of that name, with or without `torch.` before it.
+    """Bytes of an element of the dtype with this name, with or without `torch.` before it.
 
     Raises:
-        PlanError: no such dtype.
+        PlanError: an unknown dtype.
     """
     size = ITEMSIZES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
     if size is None:

@@ -1,4 +1,4 @@
-"""How a tensor is laid out along one mesh axis. Frozen values, independent of a mesh."""
+"""The placement of a tensor along one mesh axis. Frozen values, independent of a mesh."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Placement:
 
 
 class Replicate(Placement):
-    """Every rank along the axis holds the same value. All of them are one object, so comparing them is cheap."""
+    """Every rank along the axis holds the full value. There is one object, so comparisons are cheap."""
 
     __slots__ = ()
 
@@ -61,9 +61,9 @@ class Shard(Placement):
 
     Args:
         dim: the sharded tensor dim; negative counts from the end.
-        sizes: the size of each rank's shard, in rank order. None is as `torch.chunk`: ceil(size / ranks) each, the
-            last ones smaller or empty. If an axis before this one in the layout's shard order shards the same dim
-            unevenly, give one tuple per outer shard.
+        sizes: the size of each rank's shard, in rank order. None is as `torch.chunk`: ceil(size / ranks) each, the last
+            ones smaller or empty. If an axis before this one in the layout's shard order shards the dim unevenly, give
+            one tuple per outer shard.
     """
 
     dim: int
@@ -126,7 +126,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OnRanks(Placement):
-    """One rank along the axis, at `position`, holds the full tensor, the others hold nothing (table-wise sharding).
+    """One rank along the axis, at `position`, holds the full tensor; others hold nothing (table-wise sharding).
 
     For replicas on some ranks, create the tensor on a sub-mesh of those ranks.
     """
@@ -146,7 +146,7 @@ class Boxes(Placement):
     """Explicit boxes, any number per rank along the axis (also none); together they cover the tensor exactly once.
 
     Allowed on one mesh axis, with Replicate or Partial sums on the others. The local tensor of a rank with one box has
-    its shape; with several boxes it is 1-D, with their elements in order.
+    the box's shape; with several boxes it is 1-D, with their elements in order.
     """
 
     boxes: tuple[tuple[Box, ...], ...]
@@ -209,7 +209,7 @@ PARTIAL = Partial()
 
 
 def placement_of(value: Any) -> Placement | None:
-    """`value` as a placement: itself, or what torch's placement of the same meaning is here; None if it is none."""
+    """`value` as a placement: itself, or the equivalent of torch's placement; None for other values."""
     if isinstance(value, Placement):
         return value
     if not type(value).__module__.startswith("torch.distributed."):
@@ -225,7 +225,7 @@ def placement_of(value: Any) -> Placement | None:
 
 
 def without_sizes(placement: Placement) -> Placement:
-    """Shard along the same dim, with any sizes."""
+    """Shard along this dim, with any sizes."""
     return Shard(placement.dim) if isinstance(placement, Shard) and placement.sizes is not None else placement
 
 

@@ -1,4 +1,4 @@
-"""The placements of all axes of a mesh: how users give them, checks, and one form for equal ones.
+"""The placements of all axes of a mesh: their input forms, checks, and one form for equal ones.
 
 [Replicate(), Shard(0)], or by axis name {"dp": Replicate(), "tp": Shard(0)}
 """
@@ -23,8 +23,8 @@ from shardwise.errors import LayoutError
 
 T = TypeVar("T")
 Placements = Placement | Sequence[Placement] | Mapping[str, Placement]
-"""One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated. A placement
-alone is for a mesh of one axis."""
+"""One placement per mesh axis, in a sequence or by axis name; axes that a mapping omits are replicated. A single
+placement is for a mesh of one axis."""
 PLACEMENTS = frozenset((Replicate, Shard, Partial, OnRanks, Boxes))
 
 
@@ -53,7 +53,7 @@ def as_placements(mesh: Mesh, placements: Placements | None) -> tuple[Placement,
 
 
 def _of_one(placements: Any) -> tuple[Placement, ...]:
-    """A bare placement, for a mesh of one axis, or some other sequence of placements."""
+    """A single placement, for a mesh of one axis, or another sequence of placements."""
     if is_listing(placements):
         return tuple(placements)
     return (as_placement(placements, "placements:"),)
@@ -69,14 +69,14 @@ def as_placement(value: object, what: str) -> Placement:
     return found
 
 
-# How TorchRec and others call it.
+# Their names in TorchRec and elsewhere.
 _SHARDING_TYPES = {
     "row_wise": "Shard(0)", "column_wise": "Shard(1)", "table_wise": "OnRanks(rank)", "data_parallel": "Replicate()",
 }  # fmt: skip
 
 
 def _misuse(value: object) -> str:
-    """What to pass instead of a value that is not a placement."""
+    """The fix for a value that is not a placement."""
     if type(value).__name__ == "_StridedShard":
         return "Shard(dim) on each axis, and shard_order= for the order of the axes"
     if type(value).__module__.startswith("torch.distributed") and "Partial" in type(value).__name__:
@@ -89,7 +89,7 @@ def _misuse(value: object) -> str:
 
 
 def _items(value: object) -> list[object]:
-    """The placements in what may be one, a sequence or a mapping of them."""
+    """The placements in a placement, a sequence or a mapping."""
     return list(value.values() if isinstance(value, Mapping) else value if is_listing(value) else [value])
 
 
@@ -146,7 +146,7 @@ describe(
 def canonical_order(
     mesh: Mesh, placements: Sequence[Placement], ndim: int, order: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """`order`, but rising among axes that shard different dims."""
+    """`order`, rising among axes that shard different dims."""
     natural = tuple(range(mesh.ndim))
     if order is None:
         return natural
@@ -175,7 +175,7 @@ def canonical_order(
 def canonical_placements(
     mesh: Mesh, placements: Sequence[Placement], shape: tuple[int, ...], order: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Non-negative dims; sizes dropped where they are what torch.chunk gives; everything validated."""
+    """Validate; make dims non-negative, and drop sizes that are those of torch.chunk."""
     reductions = {p.reduce_op for p in placements if isinstance(p, Partial)}
     if len(reductions) > 1 and not reductions <= {"sum", "avg"}:
         raise LayoutError(

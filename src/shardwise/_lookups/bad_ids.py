@@ -1,4 +1,4 @@
-"""Ids that are not in the table: found by the rank that has them, raised on every rank before anything is looked up.
+"""Ids that are not in the table: found by their rank, raised on every rank before any lookup.
 
 A rank's verdict on its ids is sent with the headers of an exchange, or exchanged on its own (`refuse_bad_ids`).
 """
@@ -26,7 +26,7 @@ class StraddlingError(LayoutError):
 
 
 def first_bad(verdicts: Sequence[Verdict], ranks: Sequence[int]) -> tuple[Verdict, int] | None:
-    """The first verdict of `ranks` that is not valid, and its rank: codes come first, then places in their order."""
+    """The first verdict of `ranks` that is not valid, and its rank: codes come first, then positions in order."""
     first = None
     for verdict, rank in zip(verdicts, ranks, strict=True):
         if verdict[0] != VALID and (first is None or verdict[:-1] < first[0][:-1]):
@@ -43,7 +43,7 @@ def not_in_table(what: str, where: str, value: int, num_rows: int, fix: str) -> 
 
 
 def verdict_on(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> Verdict:
-    """This rank's verdict on its own ids, and on whether its bags are made of them."""
+    """This rank's verdict on its ids, and on whether its bags consist of them."""
     if bags is not None and not bags.fit(ids.numel()):
         return [BAD_BAGS, 0]
     num_rows = ctx.layouts[1].shape[0]
@@ -67,7 +67,7 @@ def _global_position(layout: Layout, rank: int, local: int) -> int:
 
 @allow_in_graph
 def refuse_bad_ids(ctx: LocalContext, ids: Tensor, bags: Bags | None) -> None:
-    """Exchange verdicts if ranks have different ids, and raise the same error on every rank if one is bad."""
+    """Exchange verdicts if ranks have different ids, and raise one error on every rank if one is bad."""
     verdict, axes = verdict_on(ctx, ids, bags), id_axes(ctx)
     if not axes:
         raise_bad_ids(ctx, [verdict], [ctx.rank])
@@ -84,7 +84,7 @@ def id_axes(ctx: LocalContext) -> tuple[int, ...]:
 
 
 def raise_bad_ids(ctx: LocalContext, verdicts: Sequence[Verdict], ranks: Sequence[int]) -> None:
-    """Raise for the first bad id of `ranks`, whose `verdicts` these are; nothing if all are valid.
+    """Raise for the first bad id of `ranks`, with these `verdicts`; nothing if all are valid.
 
     Raises:
         IdError: an id outside the table.

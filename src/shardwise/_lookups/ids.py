@@ -1,8 +1,8 @@
-"""Bags of ids, the distinct ids among many (`DistinctIds`), and the ids that owners of rows get (`OwnedIds`).
+"""Bags of ids, the distinct ids among many (`DistinctIds`), and the ids for owners of rows (`OwnedIds`).
 
-Ids are sorted once, for forward and backward: sorting gives the distinct ids, and the gradient of a row is the sum of
-the gradients of its ids, which are one segment of the sorted ids. Those sums are one more pooled lookup, which is an
-order of magnitude cheaper than torch's own backward of a lookup on CPUs: that sorts again, or scatters.
+Ids are sorted once, for forward and backward. Sorting gives the distinct ids, and the gradient of a row is the sum of
+the gradients of its ids, one segment of the sorted ids. These sums are one more pooled lookup, an order of magnitude
+cheaper than torch's backward of a lookup on CPUs, which sorts again, or scatters.
 """
 
 from bisect import bisect_right
@@ -23,10 +23,10 @@ Span = tuple[int, int]  # from, to
 
 
 class Bags(NamedTuple):
-    """How ids form bags."""
+    """The division of ids into bags."""
 
     mode: str
-    offsets: Tensor | None  # where each bag starts, counted from this rank's first id; None for 2-D ids
+    offsets: Tensor | None  # start of each bag, counted from this rank's first id; None for 2-D ids
     include_last_offset: bool = False
 
     def fit(self, num_ids: int) -> bool:
@@ -39,24 +39,24 @@ class Bags(NamedTuple):
         return rising and int(self.offsets[0]) == 0 and int(self.offsets[-1]) <= num_ids
 
     def without_end(self, ids: Tensor) -> tuple[Tensor, "Bags"]:
-        """Equal ids and bags without `include_last_offset`: that offset, and the ids after it, are dropped."""
+        """Equal ids and bags without `include_last_offset`: the last offset, and the ids after it, are dropped."""
         if self.offsets is None or not self.include_last_offset:
             return ids, self
         return ids[: int(self.offsets[-1])], Bags(self.mode, self.offsets[:-1])
 
     def count(self, ids: Tensor) -> int:
-        """How many bags there are."""
+        """The number of bags."""
         return ids.shape[0] if self.offsets is None else self.offsets.numel() - self.include_last_offset
 
     def ends(self, ids: Tensor) -> Tensor:
-        """Where each bag ends, counted from the first id."""
+        """The end of each bag, counted from the first id."""
         if self.offsets is None:
             return torch.arange(1, ids.shape[0] + 1, device=ids.device) * ids.shape[1]
         ends = self.offsets.long()
         return ends[1:] if self.include_last_offset else F.pad(ends, (0, 1), value=ids.numel())[1:]
 
     def lengths(self, ids: Tensor) -> Tensor:
-        """How many ids each bag has."""
+        """The number of ids of each bag."""
         ends = self.ends(ids)
         return ends.diff(prepend=ends.new_zeros(1))
 
@@ -75,7 +75,7 @@ class DistinctIds:
     values: Tensor  # rising: 7 9
     inverse: Tensor  # the position of each id among `values`: 0 1 0
     order: Tensor  # positions of the ids, sorted by id: 0 2 1
-    starts: Tensor  # where the positions of each of `values` start in `order`: 0 2
+    starts: Tensor  # where the positions of each value start in `order`: 0 2
 
 
 def distinct_ids(ids: Tensor) -> DistinctIds:
@@ -107,10 +107,10 @@ class OwnedIds:
     or a distinct id.
 
     Attributes:
-        spans: the ids of each owner: from, to. Several owners may get the same ones.
-        lengths: of each run; None: all have as many ids.
-        runs: the runs of each owner: from, to.
-        bags: the bag of each run, if it is the part of a bag; else None.
+        spans: the ids of each owner: first, last + 1. Several owners may get equal ids.
+        lengths: of each run; None: all are equal.
+        runs: the runs of each owner: first, last + 1.
+        bags: the bag of each run, if a run is the part of a bag; else None.
         distinct: if a run is a distinct id; else None.
     """
 
@@ -122,19 +122,19 @@ class OwnedIds:
     distinct: DistinctIds | None = None
 
     def message_lengths(self) -> list[int]:
-        """How many integers each owner gets: lengths of runs, and ids."""
+        """The number of integers for each owner: lengths of runs, and ids."""
         return [b - a + d - c for (a, b), (c, d) in zip(self.spans, self.runs, strict=True)]
 
 
 def full_bags(ids: Tensor, bags: Bags, owners: Sequence[bool]) -> OwnedIds:
-    """All ids, for those of the `owners` that get any."""
+    """All ids, for each of the `owners` that gets any."""
     lengths = None if bags.offsets is None else bags.lengths(ids)
     spans, runs = (tuple((0, n) if needed else (0, 0) for needed in owners) for n in (ids.numel(), bags.count(ids)))
     return OwnedIds(ids.reshape(-1), spans, lengths, runs)
 
 
 def distinct_by_owner(ids: Tensor, bounds: Sequence[Span]) -> OwnedIds:
-    """The distinct ids of each owner, whose rows are `bounds`: from, to."""
+    """The distinct ids of each owner, whose rows are `bounds`: first, last + 1."""
     distinct = distinct_ids(ids.reshape(-1))
     ends = torch.searchsorted(distinct.values, torch.tensor(bounds, device=ids.device)).tolist()
     spans = tuple((first, stop) for first, stop in ends)
@@ -142,10 +142,10 @@ def distinct_by_owner(ids: Tensor, bounds: Sequence[Span]) -> OwnedIds:
 
 
 def group_ids(ids: Tensor, bags: Bags, bounds: Sequence[Span]) -> OwnedIds:
-    """The ids of each owner, and for each by bag.
+    """The ids of each owner, by bag.
 
     Args:
-        bounds: the rows of each owner: from, to. Several owners may have the same rows.
+        bounds: the rows of each owner: first, last + 1. Several owners may have equal rows.
 
     Returns:
         Without ids outside all bounds, and without those after the last bag.
@@ -177,7 +177,7 @@ def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) 
 
     Args:
         rows: one row for each of `distinct.values`.
-        ids: only their shape is read: any without bags, else as `F.embedding_bag` takes them.
+        ids: only their shape is read: any without bags, else as for `F.embedding_bag`.
     """
     if rows.shape[0] == 0:
         shape = ids.shape if bags is None else bags.lengths(ids).shape
@@ -186,12 +186,12 @@ def expand(rows: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None) 
 
 
 def coalesced_lookup(table: Tensor, ids: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    """`F.embedding` of `ids` (with bags: `F.embedding_bag`); a sparse gradient is coalesced: it has each row once."""
+    """`F.embedding` of `ids` (with bags: `F.embedding_bag`); a sparse gradient is coalesced: each row is there once."""
     return _Lookup.apply(table, None, ids, bags, sparse)
 
 
 class _Lookup(TensorFunction):
-    """A lookup of `ids` in all rows, or in those of `distinct` only."""
+    """A lookup of `ids` in all rows, or only in the rows of `distinct`."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ def _summed(grad: Tensor, distinct: DistinctIds, ids: Tensor, bags: Bags | None)
 
 @checked
 def from_lengths(lengths: Tensor) -> Tensor:
-    """The `offsets` of `F.embedding_bag`, where each bag starts, from how many ids each bag has.
+    """The `offsets` of `F.embedding_bag`, the start of each bag, from the number of ids of each bag.
 
     For ids and bags that each rank has by itself, with `lengths` a DTensor: `DTensor.from_local(lengths, mesh,
     [Shard(0)])`. Offsets are positions among the ids of all ranks.

@@ -1,8 +1,8 @@
 """Lookups in a sharded table, `F.embedding` and `F.embedding_bag`, on local tensors.
 
-If ids and table are sharded on different mesh axes, each rank looks up the rows that it holds (`local_lookup`). If they
-are sharded on the same axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example,
-rank 0 holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 and 3 and looks up id 0:
+If ids and table are sharded on different mesh axes, each rank looks up its own rows (`local_lookup`). If they are
+sharded on common axes (`exchange_axes`), `exchange_lookups` sends ids to the owners of their rows. For example, rank 0
+holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 and 3 and looks up id 0:
 
     request  each rank finds its distinct ids and their owners (requests.py)
              all-to-all of ids (`exchange_ids`): rank 0 sends [1] to rank 1 (id 3 is its row 1), rank 1 sends [0]
@@ -10,11 +10,11 @@ rank 0 holds rows 0 and 1 of a table and looks up ids 3, 3; rank 1 holds rows 2 
              all-to-all of answers (`_exchange_answers`): rank 1 sends its row 1 to rank 0, rank 0 its row 0 to rank 1
     finish   each rank puts the rows at their ids (`_finish`): rank 0 repeats its one row
 
-Bags may be pooled by the owners, which then answer with sums instead of rows (`Pooling`). A rank's first message to an
-owner also says whether its ids are valid. Several lookups share the two all-to-alls (`embedding_bags`).
+Owners may pool bags, and then answer with sums instead of rows (`Pooling`). A rank's first message to an owner has a
+verdict on its ids. Several lookups share the two all-to-alls (`embedding_bags`).
 
-Gradients are those of autograd: the backward of the exchange of answers sends the gradients of rows (or sums) to their
-owners, and the backward of an owner's lookup is a gradient of the size of its shard, sparse if requested.
+Gradients are those of autograd: the backward of the exchange of answers sends gradients of rows (or sums) to their
+owners, and the backward of an owner's lookup is a gradient of its shard's size, sparse if requested.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -61,8 +61,8 @@ def look_up_full_rows(ctx: LocalContext, ids: Tensor, weight: Tensor, sparse: bo
 def with_aligned_bags(local: Callable[[LocalContext, Kwargs], Tensor]) -> Callable[..., Tensor]:
     """Make a local implementation of `F.embedding_bag` of a function that takes its arguments by name.
 
-    If a rank's offsets do not describe its own ids (the two are sharded at different bags), the ids are first sent to
-    the ranks that hold the offsets of their bags.
+    If a rank's offsets do not describe its own ids (both are sharded, but at different bags), the ids are first sent to
+    the ranks with the offsets of their bags.
     """
 
     @wraps(local)
@@ -129,7 +129,7 @@ def _sum(results: Iterable[Tensor]) -> Tensor:
 
 
 def local_lookup(ctx: LocalContext, ids: Tensor, box: Box, weight: Tensor, bags: Bags | None, sparse: bool) -> Tensor:
-    """The lookup in one box: ids of other rows add zero, and so do other columns."""
+    """The lookup in one box: ids of rows outside it give zeros, and so do other columns."""
     (wanted,) = ctx.outputs[0].boxes(ctx.rank)
     num_rows, width = ctx.layouts[1].shape[0], wanted.sizes[-1]
     if not box.numel:  # zeros, yet connected to the table, so that every rank has a gradient
@@ -179,10 +179,10 @@ def exchange_lookups(lookups: Sequence[Lookup]) -> list[Tensor]:
 
 
 def exchange_ids(requests: Sequence[Request]) -> list[RowRequests]:
-    """For every request, what all ranks request of this one.
+    """For every request, the requests of all ranks from this rank.
 
-    Headers have the sender's verdict on its ids, so an id outside the table raises the same error on all ranks before
-    anything is looked up.
+    Headers have the sender's verdict on its ids, so an id outside the table raises one error on all ranks before any
+    lookup.
     """
     ctx, ranks, me = requests[0].ctx, requests[0].ranks, requests[0].me
     dtype, count = message_dtype(requests), len(requests)
@@ -218,7 +218,7 @@ class _OwnBags(NamedTuple):
 
 
 def _align_bags(ctx: LocalContext, named: Kwargs) -> LocalContext:
-    """Send the ids of `named` to the ranks that hold the offsets of their bags."""
+    """Send the ids of `named` to the ranks with the offsets of their bags."""
     offsets, ranks, stop = named["offsets"], ctx.ranks(bad_ids.id_axes(ctx)), ctx.layouts[0].shape[0]
     own = (*offsets[[0, -1]].tolist(), int((offsets.diff() < 0).any())) if offsets.numel() else (-1, -1, 0)
     gathered = [
@@ -265,7 +265,7 @@ def _serve(request: Request, requested: RowRequests) -> list[Tensor]:
 
 
 def _exchange_answers(requests: Sequence[Request], answers: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """For every request, the block of rows (or sums) that each owner sent this rank."""
+    """For every request, the block of rows (or sums) from each owner."""
     ctx, ranks = requests[0].ctx, requests[0].ranks
     positions = range(len(ranks))
     shapes = [[request.answer_shape(owner) for request in requests] for owner in positions]
@@ -312,7 +312,7 @@ def _joined_columns(blocks: Sequence[Tensor], owners: Sequence[int]) -> Tensor:
 
 
 def _sum_of_bags(request: Request, bags: Tensor, bands: Sequence[tuple[Span, Tensor]], nothing: Tensor) -> Tensor:
-    """The bags of this rank, from the partial sums of their runs, of which `bags` are those."""
+    """The bags of this rank, from the partial sums of their runs; `bags` has the bag of each run."""
     assert request.bags is not None
     bag = torch.cat([bags[:0], *(bags[a:b] for (a, b), _ in bands)])
     sums, lengths = torch.cat([nothing, *(x for _, x in bands)]), request.bags.lengths(request.ids)

@@ -1,6 +1,6 @@
 """Options of lookups: padding_idx, max_norm, scale_grad_by_freq, per_sample_weights and mode="max".
 
-An option is a step before or after the lookup of every id's row. Only that lookup depends on the table's sharding.
+An option is a step before or after the lookup of every id's row. Only this lookup depends on the table's sharding.
 
     max_norm             before: all-gather the ids; owners scale their rows of these in place
     scale_grad_by_freq   after: all-gather the ids; multiply the gradient of each row by 1 / count of its id
@@ -79,7 +79,7 @@ def _padding_row(ctx: LocalContext, padding_idx: int) -> int:
 
 
 def _graded(rows: Tensor, factor: Tensor) -> Tensor:
-    """`rows`, whose gradients are multiplied by `factor`; a factor of 0 makes even an infinite gradient 0."""
+    """`rows` with gradients multiplied by `factor`; a factor of 0 makes even an infinite gradient 0."""
     if rows.requires_grad:
         factor = factor.unsqueeze(-1).to(rows.dtype)
         rows.register_hook(lambda grad: (grad * factor).masked_fill(factor == 0, 0))
@@ -87,7 +87,7 @@ def _graded(rows: Tensor, factor: Tensor) -> Tensor:
 
 
 def _ungraded(rows: Tensor) -> Tensor:
-    """`rows`, whose backward raises what torch's backward raises."""
+    """`rows`, whose backward raises torch's error."""
 
     def refuse(_: Tensor) -> None:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
@@ -101,7 +101,7 @@ def _ungraded(rows: Tensor) -> Tensor:
 
 
 def every_id(ctx: LocalContext, ids: Tensor) -> Tensor:
-    """The ids of all ranks; those of replicas once."""
+    """The ids of all ranks, once for all replicas."""
     layout = ctx.layouts[0]
     ranks = ctx.ranks([axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Shard)])
     if len(ranks) == 1:
@@ -110,17 +110,17 @@ def every_id(ctx: LocalContext, ids: Tensor) -> Tensor:
 
 
 def by_frequency(ctx: LocalContext, ids: Tensor) -> Tensor:
-    """One over how often all ranks together look up each id."""
+    """For each id, one divided by the number of its lookups on all ranks."""
     values, counts = torch.unique(every_id(ctx, ids), return_counts=True)
     frequencies: Tensor = counts[torch.searchsorted(values, ids)]
     return frequencies.double().reciprocal()
 
 
 def _rows(ctx: LocalContext, named: Kwargs, look_up: Callable[..., Tensor]) -> Tensor:
-    """The row of every id. First the rows that any rank looks up are scaled to a norm of at most `max_norm`, in place.
+    """The row of every id. First, rows that any rank looks up are scaled in place to a norm of at most `max_norm`.
 
-    The version of the table is incremented only after the lookup: for autograd it is a view, and a view that was
-    changed has no sparse gradients.
+    The version of the table is incremented only after the lookup: for autograd it is a view, and a changed view has no
+    sparse gradients.
     """
     ids, weight, max_norm = named["input"], named["weight"], named["max_norm"]
     if max_norm is not None:
@@ -133,7 +133,7 @@ def _rows(ctx: LocalContext, named: Kwargs, look_up: Callable[..., Tensor]) -> T
 
 
 def _renormalise(ctx: LocalContext, table: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
-    """Scale this rank's columns of the rows `ids`, which are distinct and the same on all ranks."""
+    """Scale this rank's columns of the rows `ids`, which are distinct and equal on all ranks."""
     norms, own = [], []
     axes = [a for a, p in enumerate(ctx.layouts[1].placements) if p.is_shard(1) or isinstance(p, Boxes)]
     for box, view in table_boxes(ctx, table):

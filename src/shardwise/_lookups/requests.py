@@ -1,6 +1,6 @@
-"""The first part of a lookup: what a rank requests from the owners of rows.
+"""The first part of a lookup: a rank's requests from the owners of rows.
 
-`Pooling` says which requests the layouts allow; of partial sums and distinct rows, a rank takes what costs less
+`Pooling` is the choice that the layouts allow; between partial sums and distinct rows, a rank takes the cheaper one
 (`pooling.py`).
 """
 
@@ -19,7 +19,7 @@ from shardwise._rules.local_context import LocalContext
 from shardwise.errors import RuleError
 
 CAPACITY_FACTOR = 1.25  # the capacity of a first message over the ids that an owner gets if ids are uniform
-MAX_FIRST_BYTES = 1 << 20  # of all first messages of a rank; one that may exceed its share has only a header
+MAX_FIRST_BYTES = 1 << 20  # all first messages of a rank together; a message beyond its share has only a header
 EMPTY_BOX = Box((0, 0), (0, 0))
 
 
@@ -56,11 +56,11 @@ class Request(Lookup):
 
     @property
     def width(self) -> int:
-        """How many ids each bag has; 0 if that is different, or there are no bags."""
+        """The number of ids of each bag; 0 if it differs, or there are no bags."""
         return self.ids.shape[1] if self.bags is not None and self.bags.offsets is None else 0
 
     def num_offsets(self, sender: int) -> int:
-        """How many offsets rank `sender` has beside its ids."""
+        """The number of offsets that rank `sender` has beside its ids."""
         if self.bags is None or self.bags.offsets is None:
             return 0
         return self.ctx.layouts[2].local_numel(self.ranks[sender])
@@ -79,7 +79,7 @@ class Request(Lookup):
         return distinct_by_owner(ids, [b if self.sends_message(self.me, o) else (0, 0) for o, b in enumerate(bounds)])
 
     def _pooling_costs_less(self, runs: OwnedIds) -> bool:
-        """Whether partial sums cost less to send than the distinct rows."""
+        """Whether sending partial sums costs less than the distinct rows."""
         assert runs.bags is not None
         distinct = number_of_distinct(self.ids.reshape(-1), self.ctx.layouts[1].shape[0])
         lengths, of_row = enumerate(runs.message_lengths()), self.weight[:1].nbytes
@@ -98,12 +98,12 @@ class Request(Lookup):
         return start, max(start, stop) if box.numel else start
 
     def sends_message(self, sender: int, owner: int) -> bool:
-        """Whether rank `sender` needs any columns of rank `owner`."""
+        """Whether rank `sender` needs columns of rank `owner`."""
         start, stop = self.shared_columns(sender, owner)
         return start < stop
 
     def capacity(self, sender: int, owner: int, limit: int) -> int:
-        """How many integers the first message from `sender` to `owner` can hold; both compute it from the layouts."""
+        """The capacity in integers of the first message from `sender` to `owner`; both compute it from the layouts."""
         box = self.owners[owner]
         if not self.sends_message(sender, owner):
             return 0
@@ -128,7 +128,7 @@ class Request(Lookup):
 
 
 def exchange_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int, ...]:
-    """The mesh axes along which ids are exchanged: those on which both ids and table are sharded.
+    """The mesh axes along which ids are exchanged: axes that shard both ids and table.
 
     If one of these shards columns of the table, all other axes that shard columns are added: only the ranks of all of
     them together hold full rows.
@@ -148,7 +148,7 @@ def exchange_axes(ctx: LocalContext, replicated_ids: bool = False) -> tuple[int,
 
 
 def table_boxes(ctx: LocalContext, weight: Tensor, sparse: bool = False) -> list[tuple[Box, Tensor]]:
-    """This rank's boxes of the table with their elements; empty ones up to the largest number that any rank has."""
+    """This rank's boxes of the table with their elements, padded with empty boxes to the largest number on any rank."""
     own, placements = ctx.layouts[1].boxes(ctx.rank), ctx.layouts[1].placements
     count = max(len(boxes) for p in placements for boxes in (p.boxes if isinstance(p, Boxes) else ((),)))
     if count <= 1:
@@ -177,7 +177,7 @@ def requests_of(lookup: Lookup) -> list[Request]:
 def _owners(
     table: Layout, output: Layout, ranks: tuple[int, ...], number: int
 ) -> tuple[tuple[Box, ...], tuple[Span, ...], Pooling]:
-    """The table box `number` of each rank, the output columns each rank needs, and where bags are pooled."""
+    """The table box `number` of each rank, the output columns that each rank needs, and the pooling."""
     owners = tuple((*table.boxes(rank)[number:], EMPTY_BOX)[0] for rank in ranks)
     spans = tuple((box.offsets[-1], box.offsets[-1] + box.sizes[-1]) for (box,) in map(output.boxes, ranks))
     held = [box for box in owners if box.numel]
@@ -191,7 +191,7 @@ def _owners(
 
 
 def all_overlap(spans: Sequence[Span], others: Sequence[Span]) -> bool:
-    """Whether each of `spans` has elements in common with each of `others`. There are many of both on many ranks."""
+    """Whether each of `spans` overlaps each of `others`. There are many of both on many ranks."""
     if not (spans and others):
         return True
     (starts, ends), (firsts, lasts) = zip(*spans, strict=True), zip(*others, strict=True)

@@ -1,10 +1,11 @@
-"""What ranks request of one tensor of an owner, its stack: runs of rows, each of which is answered by one sum.
+"""Requests of ranks from one tensor of an owner, its stack: runs of rows, each answered by one sum.
 
     rank 0 requests the sum of rows 7 and 9, and row 0; rank 1 requests row 7
     rows (7, 9, 0, 7), lengths (2, 1, 1), runs (2, 1), ids (3, 1)
 
-The message of a rank has the lengths of its runs, then the rows, each by stack. Lengths are left out if all runs of a
-stack have as many rows. The header has for each stack whether there are lengths, how many runs, and how many rows.
+The message of a rank has the lengths of its runs, then the rows, both by stack. Lengths are omitted if all runs of a
+stack have equal lengths. The header has for each stack whether there are lengths, the number of runs, and the number of
+rows.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowRequests:
-    """What all ranks requested of one stack, in the order of ranks.
+    """The requests of all ranks from one stack, in rank order.
 
     Attributes:
         rows: of the stack, [ids].
         lengths: of the runs, [runs], of the same dtype.
         weights: of each row, float32; None: all are 1.
-        runs: how many each rank requested.
-        ids: how many each rank sent.
+        runs: number of runs that each rank requested.
+        ids: number of ids that each rank sent.
     """
 
     rows: Tensor
@@ -36,7 +37,7 @@ class RowRequests:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each run starts in `rows`, and their number, [runs + 1]."""
+        """The start of each run in `rows`, and the number of rows, [runs + 1]."""
         return F.pad(self.lengths.cumsum(0, dtype=self.lengths.dtype), (1, 0))
 
     def only(self, ranks: Sequence[int]) -> "RowRequests":
@@ -53,13 +54,13 @@ class RowRequests:
 
 
 def _parts(x: Tensor, counts: Sequence[int], ranks: Sequence[int]) -> Tensor:
-    """What belongs to some ranks, one after the other; a view for one rank."""
+    """The parts of some ranks, one after the other; a view for one rank."""
     parts = x.split(list(counts))
     return parts[ranks[0]] if len(ranks) == 1 else torch.cat([x[:0], *(parts[rank] for rank in ranks)])
 
 
 def join_requests(several: Sequence[RowRequests]) -> RowRequests:
-    """Requests of one stack after each other, as if they were of one exchange."""
+    """Requests from one stack joined, as if from one exchange."""
     weights = [one.weights for one in several if one.weights is not None]
     return RowRequests(
         torch.cat([one.rows for one in several]),
@@ -73,7 +74,7 @@ def join_requests(several: Sequence[RowRequests]) -> RowRequests:
 def read_requests(
     messages: Sequence[Tensor], headers: Sequence[Sequence[int]], weighted: bool = False
 ) -> list[RowRequests]:
-    """The requests of each stack, of the messages of all ranks and their headers; `weighted` ones end with weights."""
+    """The requests from each stack, in all ranks' messages and headers; `weighted` ones end with weights."""
     stacks = range(len(headers[0]) // 3)
     lengths: list[list[Tensor]] = [[] for _ in stacks]
     rows: list[list[Tensor]] = [[] for _ in stacks]

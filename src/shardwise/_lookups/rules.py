@@ -1,8 +1,8 @@
 """Rows of `F.embedding` and `F.embedding_bag`, and `embedding_bags`, which looks up in several tables.
 
-If ids are replicated on an axis, each rank looks up the rows that it holds, and ids of other rows add zero. If ids and
-table are both sharded, an all-to-all sends ids to the ranks that hold their rows, and another one rows or pooled sums
-back (`shardwise._lookups.lookup`). The table is never gathered.
+If ids are replicated on an axis, each rank looks up its own rows, and ids of other rows add zero. If ids and table are
+both sharded, an all-to-all sends ids to the ranks with their rows, and another one sends rows or pooled sums back
+(`shardwise._lookups.lookup`). The table is never gathered.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def embedding_rows(*args: object, **kwargs: object) -> list[Row]:
 
 
 def _keeping_the_table(rows: list[Row], named: dict[str, Any]) -> list[Row]:
-    """Keep only rows that keep the layout of the table if there is a `max_norm`: the table changes in place."""
+    """Keep only rows that keep the layout of the table if there is a `max_norm`, which changes it in place."""
     if named["max_norm"] is None:
         return rows
     rows = [row for row in rows if row.inputs[1] == without_sizes(named["weight"].placement)]
@@ -200,18 +200,17 @@ def embedding_bags(
 ) -> list[Tensor]:
     """`F.embedding_bag` of every input in its table; lookups that exchange ids share their exchanges.
 
-    Two collectives forward and one backward serve all tables of a mesh, whether row-wise, column-wise or table-wise
-    sharded.
+    Two collectives forward and one backward serve all tables of a mesh: row-wise, column-wise or table-wise sharded.
 
     Args:
         inputs: ids of each lookup, as for `F.embedding_bag`.
-        weights: the table of each; one table may occur several times.
-        offsets: of each; None where the ids have two dims.
+        weights: the table of each lookup; a table may occur several times.
+        offsets: of each lookup; None for ids with two dims.
         mode: "sum", "mean", or "max", which shares no exchange.
         sparse: row-sparse gradients.
 
     Returns:
-        One tensor a lookup, with the layout that `F.embedding_bag` gives it.
+        One tensor a lookup, with the layout of `F.embedding_bag`'s result.
 
     Raises:
         LayoutError: the lists have different lengths.

@@ -16,7 +16,7 @@ WIDTH = 100  # characters, by default
 @checked_init
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture(Report):
-    """Which rank holds which shard of a tensor. `str()` is the text; notebooks show the drawing.
+    """The shards of a tensor and their ranks. `str()` is the text; notebooks show the drawing.
 
     Args:
         layout: of the tensor.
@@ -32,8 +32,8 @@ class Picture(Report):
         """Box drawing; the tensor's first dim runs downwards, the second to the right.
 
         Args:
-            width: characters of a line, 100 if None. What does not fit is summarized: `12 shards` means 12 cells.
-            colour: ANSI colours, one per rank; a cell of several ranks has that of the first.
+            width: characters of a line, 100 if None. Parts that do not fit are summarized: `12 shards` means 12 cells.
+            colour: ANSI colours, one per rank; a cell of several ranks has the first one's.
         """
         return draw_text(self.layout, self.header, self.itemsize, WIDTH if width is None else width, colour)
 
@@ -55,12 +55,12 @@ def picture(x: Any, header: str = "", itemsize: int | None = None) -> Picture:
     """The picture of a `Layout`, or of a DTensor, ours or torch's.
 
     Args:
-        x: read without communication; no other rank has to call.
+        x: read without communication; other ranks need not call.
         header: text above the picture.
         itemsize: bytes of an element, for a layout; a DTensor knows them.
 
     Raises:
-        LayoutError: neither of the two.
+        LayoutError: another type.
     """
     if isinstance(x, Layout):
         return Picture(x, header, itemsize)

@@ -1,6 +1,6 @@
-"""Which ranks hold what, found by dividing dims instead of asking each rank.
+"""The ranks that hold each shard, found by dividing dims instead of asking each rank.
 
-Ranks are given by places in `Mesh.ranks`, which add up: those of a shard of each dim, and those of its copies.
+Ranks are given by indices in `Mesh.ranks`, which add up: of a shard of each dim, and of its copies.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,11 +29,11 @@ class Holders:
         self.reduction = " of ".join({p.reduce_op: None for p in layout.placements if isinstance(p, Partial)})
 
     def ranks(self, *places: Places) -> list[int]:
-        """The rising ranks of all copies of what is at sums of one of each of these places."""
+        """The rising ranks of all copies of the shards at sums of one index of each list."""
         return self.layout.mesh.ranks_at([self.partials, self.replicas, *places])
 
     def shards(self) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-        """The elements of each different local shard, and its rising ranks; 0 elements of ranks that hold nothing.
+        """The elements of each different local shard, and its rising ranks; 0 elements for ranks that hold nothing.
 
         Local shards differ by their sizes; several boxes of a rank by their number and elements.
         """

@@ -43,7 +43,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def named_ranks(ranks: Sequence[int], most: int | None) -> str:
-    """`rank 0-2, 5`, or `4 ranks from 0 to 5` if that is more than `most` characters."""
+    """`rank 0-2, 5`, or `4 ranks from 0 to 5` if the former has more than `most` characters."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     text = "rank "
@@ -90,7 +90,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def is_dark(mesh: Mesh, rank: int) -> bool:
-    """Whether a rank has the darker of two shades, which neighbors along each axis of the mesh have in turn."""
+    """Whether a rank has the darker of two shades, which alternate along each axis of the mesh."""
     return sum(mesh.coordinate(rank) or ()) % 2 == 1
 
 
@@ -117,7 +117,7 @@ MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 
 def holdings(holders: Holders, itemsize: int | None) -> list[str]:
-    """What ranks hold, one line for each group of equal ranks; those that hold nothing at the end."""
+    """The holdings of ranks, one line for each group of equal ranks; ranks that hold nothing come last."""
     layout, shards, lines = holders.layout, list(holders.shards()), []
     groups = [(numel, ranks) for numel, ranks in shards if numel]
     if len(groups) <= MAX_GROUPS:

@@ -110,7 +110,7 @@ def framed(text: str) -> str:
 
 
 def shown_ranks(amounts: Floats, also: Iterable[int] = ()) -> tuple[str, list[int]]:
-    """The ranks that have a bar, and a note: of too many ranks some and `also`, from the largest sum to the smallest.
+    """The ranks with a bar, and a note: of too many ranks some and `also`, from the largest sum to the smallest.
 
     Args:
         amounts: of each rank, [ranks, amounts].

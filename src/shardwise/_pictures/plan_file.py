@@ -33,7 +33,7 @@ KEYS = ("shape", "dtype", "shard_order", "fully_shard", *WAYS)
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A parsed file: layouts by the names of tensors, and their pictures, whose headers are those names."""
+    """A parsed file: layouts by the names of tensors, and their pictures, with these names as headers."""
 
     mesh: Mesh
     layouts: Mapping[str, Layout]
@@ -41,7 +41,7 @@ class PlanFile:
 
     @property
     def table(self) -> Table:
-        """What each rank holds of each tensor."""
+        """The holdings of each rank of each tensor."""
         ranks = tuple(sorted(self.mesh.ranks))
         return Table(tuple(placed(p.header, p.layout, p.itemsize or 0, ranks) for p in self.pictures), ranks)
 
@@ -157,7 +157,7 @@ def _ranks(given: object) -> tuple[int, ...]:
 
 
 def _rank(given: object) -> int:
-    """A number, or the `rank:1/cpu` of a sharding spec, whose device says nothing about who holds what."""
+    """A number, or the `rank:1/cpu` of a sharding spec, whose device is ignored."""
     written = re.fullmatch(r"rank:([0-9]{1,9})(/.*)?", given) if isinstance(given, str) else None
     if written is not None:
         return int(written[1])

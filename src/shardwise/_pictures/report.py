@@ -1,4 +1,4 @@
-"""Reports: values that are read as text, and their tables.
+"""Reports: values with a text for people, and their tables.
 
 report.show()       # fits a terminal, in colours; plain and at full width in a file or a pipe
 str(report)         # the same text in any case
@@ -27,7 +27,7 @@ class Report:
         """The text.
 
         Args:
-            width: characters of a line; None is as many as it takes.
+            width: characters of a line; None: no limit.
             colour: with ANSI colours.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""What a picture of a layout contains: panels of cells, in units of elements.
+"""The contents of a picture of a layout: panels of cells, in units of elements.
 
 The first two dims are the rows and columns of a panel. If a further dim is sharded, each of its segments has a panel.
-If a dim has too many segments, those in the middle are drawn as one, and their cells as summaries.
+If a dim has too many segments, the middle ones are drawn as one, and their cells as summaries.
 """
 
 from bisect import bisect_left, bisect_right
@@ -33,7 +33,7 @@ class Cell:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All ranks that hold any of it."""
+        """All ranks that hold a part of it."""
         return self.holders.ranks(*self.places())
 
     @cached_property
@@ -94,7 +94,7 @@ class Segments:
 
 
 class Limit(NamedTuple):
-    """How many segments of a dim are drawn, each at least 3."""
+    """The number of drawn segments of a dim, each at least 3."""
 
     most: int
     shown: int  # if there are more than `most`; one of them is the summary
@@ -127,7 +127,7 @@ def _covers(box: Box, part: Mapping[int, tuple[int, int]]) -> bool:
 
 
 def _two_dims(cell: Cell) -> Cell:
-    """Rows and columns only; those that the tensor has not are one."""
+    """Rows and columns only; a missing one counts as one element."""
     offsets, sizes = cell.box
     return cell if len(offsets) == 2 else replace(cell, box=Box((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
 
@@ -180,7 +180,7 @@ def _places(dims: Sequence[DimShards], segments: Sequence[_Shown]) -> list[Place
 
 
 def _shown(dim: DimShards, size: int, limit: Limit) -> list[_Shown]:
-    """The first and the last shards of a dim, and between them those that are too many."""
+    """The first and the last shards of a dim, and a summary of the surplus ones between them."""
     count = len(dim.sizes) - dim.sizes.count(0)
     first, last = (count, 0) if count <= limit.most else (limit.shown // 2, (limit.shown - 1) // 2)
     head, tail, low, high = [], [], 0, size
@@ -219,7 +219,7 @@ def _coarse(edges: list[int], limit: Limit) -> Segments:
 
 
 def _extended(held: Sequence[tuple[Box, int]], edges: Sequence[Sequence[int]]) -> dict[Box, list[int]]:
-    """Boxes extended to `edges`, with the places of all that coincide."""
+    """Boxes extended to `edges`, with the places of all boxes that coincide."""
     found: dict[Box, list[int]] = {}
     for (offsets, sizes), at in held:
         low = tuple([line[bisect_right(line, a) - 1] for line, a in zip(edges, offsets, strict=True)])

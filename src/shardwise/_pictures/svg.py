@@ -72,7 +72,7 @@ def _picture(layout: Layout, header: str, itemsize: int | None) -> Drawing:
 
 
 def _slices(holders: Holders) -> Drawing:
-    """All panels, as many in a row as there is room for."""
+    """All panels, as many in a row as fit."""
     found = panels(holders, LIMITS)
     if not found:
         return "", 0, 0
@@ -124,7 +124,7 @@ def _panel(panel: Panel, xs: Sequence[int], ys: Sequence[int], ndim: int) -> str
 
 
 def _tooltip(cell: Cell, panel: Panel, ndim: int) -> str:
-    """Where a cell is, and all ranks that hold it."""
+    """The position of a cell, and all ranks that hold it."""
     dims = [f"{start}:{start + size}" for start, size in zip(*cell.box, strict=True)][:ndim]
     where = f"[{', '.join([*dims, panel.deeper] if panel.deeper else dims)}]" if dims else "the element"
     if cell.shards > 1:
@@ -145,14 +145,14 @@ def _cell(cell: Cell, frame: tuple[int, int, int, int], tooltip: str) -> str:
 
 
 def _shorter(cell: Cell) -> Iterator[str]:
-    """The label, and shorter ones for small cells; the tooltip has all of it."""
+    """The label, and shorter ones for small cells; the tooltip has the full label."""
     yield cell.label
     yield cell.label.removeprefix("rank ")
     yield f"{len(cell.ranks)} ranks" if len(cell.ranks) > 1 else ""
 
 
 def _apart(edges: Sequence[int], positions: Sequence[int], need: float) -> Iterator[tuple[int, int]]:
-    """The numbers on an edge with their positions: the first, the last, and those between that have room."""
+    """The numbers on an edge with their positions: the first, the last, and those between that fit."""
     before = -need
     for edge, position in zip(edges, positions, strict=True):
         if edge == edges[-1] or (position - before >= need and (edge == edges[0] or positions[-1] - position >= need)):

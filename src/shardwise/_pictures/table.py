@@ -1,4 +1,4 @@
-"""What each rank holds of each parameter of a module, as a table."""
+"""The holdings of each rank of each parameter of a module, as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SHOWN_RANKS = 4  # with more, only the largest and the smallest are shown
 
 @dataclass(frozen=True)
 class Placed:
-    """One parameter and where it is.
+    """One parameter and its placement.
 
     Args:
         shape: global.
@@ -68,12 +68,11 @@ def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Pl
 
 @checked
 def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None) -> Table:
-    """Where the parameters of `module` are or, with a plan, would be. Sends and allocates nothing.
+    """The placement of the parameters of `module`, present or, with a plan, future. Sends and allocates nothing.
 
     Args:
-        module: any module; on the meta device too. A parameter that is no DTensor is on every rank.
-        plan: what `shard_module` takes, or a `ShardingPlan`; parameters of its `Sharder`s
-            have unknown bytes.
+        module: any module; also on the meta device. A parameter that is not a DTensor is on every rank.
+        plan: as for `shard_module`, or a `ShardingPlan`; parameters of its `Sharder`s have unknown bytes.
         mesh: of the plan; None is one axis of all ranks.
 
     Raises:

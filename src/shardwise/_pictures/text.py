@@ -25,7 +25,7 @@ LABEL_LINES = 3  # beyond which they go below the picture
 
 
 def draw_text(layout: Layout, header: str, itemsize: int | None, width: int, colour: bool) -> str:
-    """The picture of `layout` in lines of at most `width` characters, if its narrowest form needs no more."""
+    """The picture of `layout` in lines of at most `width` characters, if its narrowest form fits."""
     holders = Holders(layout)
     notes: list[str] = []
     blocks = _blocks(holders, width, notes, colour)
@@ -73,7 +73,7 @@ def _blocks(holders: Holders, width: int, notes: list[str], colour: bool) -> lis
 
 
 def _labels(found: Sequence[Panel], notes: list[str], most: int) -> Labels:
-    """The lines of each label, of `most` characters if words allow; names that are too many become a note."""
+    """The lines of each label, of `most` characters if words allow; too many names become a note."""
     labels: Labels = {}
     for panel in found:
         for cell in panel.cells:
@@ -90,7 +90,7 @@ def _labels(found: Sequence[Panel], notes: list[str], most: int) -> Labels:
 
 
 def _make_room(found: Sequence[Panel], needed: dict[str, int], least: list[int], dim: int) -> None:
-    """Widen the segments that each cell covers to what its label needs; cells of one segment first."""
+    """Widen the segments of each cell to the width of its label; cells of one segment first."""
     reached = [(panel.reach(cell.box)[dim], needed[cell.label]) for panel in found for cell in panel.cells]
     for covered, few in sorted(reached, key=lambda one: len(one[0])):
         have = sum(least[i] for i in covered) + len(covered) - 1
@@ -154,7 +154,7 @@ def _numbered(canvas: Block, panel: Panel, xs: Sequence[int], ys: Sequence[int],
 
 
 def _side_by_side(blocks: Sequence[Block], width: int) -> Iterator[str]:
-    """Place as many blocks in a row as there is room for."""
+    """Place as many blocks in a row as fit."""
     while blocks:
         count = 1
         while count < len(blocks) and sum(len(b[0]) + 2 for b in blocks[: count + 1]) - 2 <= width:

@@ -121,7 +121,7 @@ def uniform(index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def uniform_between(low: float, high: float, index: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """Uniform in [low, high), or low where the two are equal."""
+    """Uniform in [low, high), or low if both are equal."""
     if (low, high) == (0, 1):
         return uniform(index, seed, dtype)
     wide = torch.float64 if _floating(dtype) == torch.float64 else torch.float32

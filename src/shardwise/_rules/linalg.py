@@ -16,7 +16,7 @@ from shardwise._rules.row import LocalFunction, Meta, Row
 
 aten = torch.ops.aten
 
-# How many last dims of each operand an op works on; of further operands, all.
+# The number of last dims of each operand on which an op works; for further operands, all.
 LINALG = {
     "det slogdet inv inv_ex cholesky cholesky_ex eig eigvals eigh eigvalsh svd svdvals qr lu lu_factor": (2,),
     "lu_factor_ex ldl_factor ldl_factor_ex matrix_exp matrix_power pinv": (2,),
@@ -32,11 +32,11 @@ TORCH = {
 def slice_rows(
     operands: Sequence[tuple[Meta, int]], core: Collection[int] = (), local: LocalFunction | None = None
 ) -> list[Row]:
-    """Rows of an op on some last dims of each operand; the batch dims before are broadcast.
+    """Rows of an op on some last dims of each operand; the batch dims before them are broadcast.
 
     Args:
-        operands: the tensors, and how many of their last dims the op works on.
-        core: batch dims that it works on as well.
+        operands: the tensors, each with the number of last dims on which the op works.
+        core: batch dims on which the op also works.
     """
     leads = [x._replace(shape=x.shape[: max(x.ndim - k, 0)]) for x, k in operands]
     shape = broadcast(*leads)
@@ -71,7 +71,7 @@ def cross(input: Meta, other: Meta, dim: int | None = -1) -> list[Row]:
 def fourier(
     dims: Any, input: Meta, n: Any = None, dim: Any = None, norm: str | None = None, *, s: Any = None
 ) -> list[Row]:
-    """A transform along some dims, which are not sharded for it."""
+    """A transform along some dims, which its rows do not shard."""
     lengths, dim = (n if s is None else s), (dims if dim is None else dim)
     if dim is None:
         dim = range(-(input.ndim if lengths is None else len(lengths)), 0)

@@ -1,4 +1,4 @@
-"""What a local implementation gets: the layouts of a call, and differentiable collectives."""
+"""The context of a local implementation: the layouts of a call, and differentiable collectives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from shardwise._trace.comm_trace import Cause
 
 @dataclass(slots=True, eq=False)
 class LocalContext:
-    """What a local implementation knows of the call, and its collectives.
+    """The call of a local implementation, with its layouts, and its collectives.
 
     Args:
         op: the op itself.
-        layouts: of the tensor operands, redistributed as the row wants.
+        layouts: of the tensor operands, after the row's redistributions.
         outputs: the layouts of all results.
         axes: the mesh axes for which this local implementation was chosen.
         operands: the tensors of the call.
-        cause: of what is sent.
+        cause: the cause of its communication.
         mark_copy: marks a tensor as a copy where users expect a view: in-place ops on it are refused.
     """
 
@@ -57,7 +57,7 @@ class LocalContext:
         return _neighbors(self.layouts[0].mesh, collectives.rank(), self.axes if axes is None else tuple(axes))
 
     def all_gather(self, x: Tensor, ranks: tuple[int, ...] | None = None) -> Tensor:
-        """The `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
+        """Tensor `x` of each of `ranks` (None: `ranks()`), all of one shape, stacked along a new first dim."""
         ranks = self.ranks() if ranks is None else ranks
         if len(ranks) == 1:
             return x.unsqueeze(0)
@@ -71,13 +71,13 @@ class LocalContext:
         return transfers.Exchange(self.ranks() if ranks is None else ranks, self.cause)
 
     def boxes(self, operand: int) -> list[Box]:
-        """The box of `operand` on each of `ranks()`; an empty one for none."""
+        """The box of `operand` on each of `ranks()`; empty for a rank without one."""
         return [self.layouts[operand].box(rank) for rank in self.ranks()]
 
     def fetch(self, x: Tensor, operand: int, wanted: Callable[[int], Box]) -> Tensor:
         """Box `wanted(rank)` of the global `operand`, of which `x` is the local shard.
 
-        Each element is sent once, by one of `ranks()` that has it; if no rank wants anything of another one, nothing is
+        Each element is sent once, by one of `ranks()` that has it. If no rank wants elements of another one, nothing is
         sent. A box must lie in the union of the shards of `ranks()`.
         """
         (found,) = self.fetch_boxes([x], [self.boxes(operand)], lambda rank: [(0, wanted(rank))])
@@ -94,19 +94,19 @@ class LocalContext:
 
         Args:
             held: for each tensor, its box on each of the ranks.
-            wanted: from a rank to (index of a tensor, box of it).
-            ranks: those that take part (None: `ranks()`).
+            wanted: a function from a rank to (index of a tensor, box of it).
+            ranks: participating ranks (None: `ranks()`).
         """
         ranks = self.ranks() if ranks is None else ranks
         goals = tuple([tuple(wanted(rank)) for rank in ranks])
         return transfers.fetch(xs, ranks, self.rank, tuple(map(tuple, held)), goals, self.cause)
 
     def name_of(self, operand: int) -> str:
-        """What errors call an operand: its parameter name if it has one."""
+        """The name of an operand in errors: its parameter name if it has one."""
         return self.operands[operand]._name or f"operand {operand}"
 
     def draw_seed(self, generator: torch.Generator | None = None) -> int:
-        """A seed for the random numbers of this op, the same on all ranks of the mesh. Draw one per op."""
+        """A seed for the random numbers of this op, equal on all ranks of the mesh. Draw one per op."""
         return seeds.draw_seed(self.layouts[0].mesh, generator)
 
     def reshard_like(self, operand: int, like: int, lengths: dict[int, int]) -> "LocalContext":
@@ -126,13 +126,13 @@ def _neighbors(mesh: Mesh, rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def local_with(function: Op, *fixed: object) -> LocalFunction:
-    """`function` with its first arguments given; the same object for the same arguments, so that axes can share it."""
+    """`function` with its first arguments given; one object for equal arguments, so that axes can share it."""
     return partial(function, *fixed)
 
 
 @dataclass(frozen=True, eq=False)
 class SpecializedLocal:
-    """A local implementation most of which can be computed once for a rank and its layouts; see `specialized`."""
+    """A local implementation that is mostly computed once for a rank and its layouts; see `specialized`."""
 
     local_impl: LocalFunction
     specialize: Callable[..., LocalFunction | None]
@@ -145,19 +145,19 @@ class SpecializedLocal:
 def specialized(
     specialize: Callable[..., LocalFunction | None], python: bool = False
 ) -> Callable[[LocalFunction], SpecializedLocal]:
-    """Decorate a local implementation most of which can be computed once for a rank and its layouts.
+    """Decorate a local implementation that is mostly computed once for a rank and its layouts.
 
     Args:
         specialize: called as `specialize(*first_arguments_of_local_with, ctx)`. Returns a function that is called with
-            the op's arguments in place of the local implementation, and may return NotImplemented for it to run after
-            all; or None if there is no such function.
+            the op's arguments instead of the local implementation, and may return NotImplemented to run that after all;
+            or None if there is no such function.
         python: the function reads shapes, so it must get plain local tensors.
     """
     return partial(SpecializedLocal, specialize=specialize, python=python)
 
 
 def specialization(local: LocalFunction | None, ctx: LocalContext) -> tuple[LocalFunction | None, bool]:
-    """The version of a local implementation for the rank of `ctx`, or None, and whether it is Python code."""
+    """The specialized local implementation for the rank of `ctx`, or None, and whether it is Python code."""
     function, fixed = (local.func, local.args) if isinstance(local, partial) else (local, ())
     if not isinstance(function, SpecializedLocal):
         return None, False

@@ -1,4 +1,4 @@
-"""Local tensors as torch's kernels take them: empty shards, and dtypes that ranks compute in before they combine."""
+"""Local tensors for torch's kernels: empty shards, and dtypes in which ranks compute before they combine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def never_empty(
     """The op itself on every rank, as a local implementation.
 
     Args:
-        dims: for each tensor operand how many of its last dims must not be empty, or the sizes to fill empty ones to.
+        dims: for each tensor operand, the number of last dims that must not be empty, or the sizes for empty ones.
     """
     lengths = iter((1,) * n if isinstance(n, int) else n for n in dims)
 
@@ -46,7 +46,7 @@ def never_empty(
 
 
 def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
-    """`out` with dims of size 0 where `shape` has them."""
+    """`out` with dims of size 0 where `shape` has size 0."""
     for dim, n in enumerate(shape):
         out = out if n else out.narrow(dim, 0, 0)
     return out
@@ -56,7 +56,7 @@ def emptied(out: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor has values: not one on the meta device, nor one that a mode has no values of (`simulation`)."""
+    """Whether a tensor has values: False on the meta device, or in a mode without its values (`simulation`)."""
     modes = _get_current_dispatch_mode_stack()
     return not x.is_meta and all(mode.has_values(x) for mode in modes if hasattr(mode, "has_values"))
 
@@ -65,10 +65,10 @@ def has_values(x: Tensor) -> bool:
 
 
 def autocast_to_float(x: Tensor, *device_types: str) -> Tensor:
-    """`x`, or a float32 copy under autocast: for an op that torch then computes in float32, such as a loss.
+    """`x`, or a float32 copy under autocast, for an op that torch then computes in float32, such as a loss.
 
     Args:
-        device_types: where torch does; all by default.
+        device_types: devices on which torch does this; all by default.
     """
     kind = x.device.type
     half = x.dtype in (torch.bfloat16, torch.float16) and kind in (device_types or (kind,))
@@ -79,7 +79,7 @@ def as_accumulator(x: Tensor) -> Tensor:
     """16-bit floats as float32, in which torch's kernels accumulate.
 
     Raises:
-        RuntimeError: it has integers, which torch refuses too.
+        RuntimeError: integers, which torch refuses too.
     """
     if not x.is_floating_point():
         raise RuntimeError(f"This op is not implemented for {x.dtype}, only for floating point numbers.")
@@ -87,5 +87,5 @@ def as_accumulator(x: Tensor) -> Tensor:
 
 
 def as_float64(x: Tensor) -> Tensor:
-    """Floats in double precision: what ranks combine is rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
+    """Floats in double precision: combined values are rounded once, and 0 * 1e60 is 0 where 0 * inf is nan."""
     return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else x.dtype)

@@ -23,7 +23,7 @@ Named = dict[str, Any]
 
 
 def _checked(loss: Loss, args: Args, kwargs: Named) -> tuple[Named, list[Meta]]:
-    """The arguments by name, and those of them that are tensors, in the order of the call."""
+    """The arguments by name, and the names of tensors, in the order of the call."""
     named = arguments(loss, args, kwargs)
     if named.get("size_average") is not None or named.get("reduce") is not None:
         raise NotImplementedError("size_average and reduce are deprecated: torch translates them first")
@@ -92,7 +92,7 @@ def _reduced(loss: Loss, reduction: str, count: int, rows: list[Row]) -> list[Ro
 
 
 def _known_share(loss: Loss, reduction: str, count: int, ctx: LocalContext) -> LocalFunction | None:
-    """`_share` if it is known before the call: the shard is not empty, and there are no weights to all-reduce."""
+    """`_share` if known before the call: the shard is not empty, and there are no weights to all-reduce."""
     shapes = [layout.local_shape(ctx.rank) for layout in ctx.layouts]
     own = prod(torch.broadcast_shapes(*shapes) if loss in ELEMENTS else shapes[0][:-1])
     if not own or reduction == "batchmean" or (loss in (F.mse_loss, F.l1_loss) and len(shapes) > 2):
@@ -122,9 +122,9 @@ def _share(loss: Loss, reduction: str, count: int, ctx: LocalContext, /, *args: 
 def classified(loss: Loss, *args: object, **kwargs: object) -> list[Row]:
     """out = -log softmax(input)[target], or -input[target], times weights; classes in dim 1 (dim 0 of a 1-D input).
 
-    A sharded batch gives partial sums; the mean divides by the number (or weight) of targets that are not ignored,
-    all-reduced in one small collective. A sharded class dim needs no all-gather of the scores: each rank sends a few
-    numbers per example, such as its log-sum-exp and the weighted score of the target.
+    A sharded batch gives partial sums; the mean divides by the number (or weight) of targets that are not ignored, from
+    one small all-reduce. A sharded class dim needs no all-gather of the scores: each rank sends a few numbers per
+    example, such as its log-sum-exp and the weighted score of the target.
     """
     named, tensors = _checked(loss, args, kwargs)
     scores, target, reduction = named["input"], named["target"], named["reduction"]
@@ -172,7 +172,7 @@ def _classified(loss: Loss, batch_size: int, ctx: LocalContext, /, *args: object
 
 
 def _total_weight(ctx: LocalContext, axes: list[int], weights: Tensor, invalid: Tensor) -> Tensor:
-    """The weight of the targets of all ranks; the same error on all of them if one has an invalid target."""
+    """The weight of the targets of all ranks; raises one error on all of them if one has an invalid target."""
     own = torch.cat([weights.detach().sum().double().view(1), invalid])
     gathered = ctx.all_gather(own, ctx.ranks(axes))
     _refuse_invalid(ctx, gathered)
@@ -181,7 +181,7 @@ def _total_weight(ctx: LocalContext, axes: list[int], weights: Tensor, invalid: 
 
 @allow_in_graph
 def _first_invalid(target: Tensor, invalid: Tensor) -> Tensor:
-    """Whether there is an invalid target, and the first one."""
+    """Whether a target is invalid, and the first one that is."""
     found = target[invalid][:1].double()
     return torch.stack([torch.ones_like(found).sum(), found.sum()])
 
@@ -199,10 +199,9 @@ def _class_sharded(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of every example, and the weight of its target where it has one.
 
-    With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is
-    sum q[c] (log-sum-exp of x - x[c]): a sum over classes, so over ranks. As in torch, scores count from the largest:
-    the difference would lose the digits of large ones. A rank counts from its own largest score, and sends that too.
-    """
+    With q[c] the share of class c in an example's (smoothed) target times the weight of the class, the loss is sum q[c]
+    (log-sum-exp of x - x[c]): a sum over classes, so over ranks. As in torch, scores are relative to the largest: the
+    difference would lose digits of large ones. A rank uses its own largest score, and sends that too."""
     box, total = ctx.layouts[0].boxes(ctx.rank)[0], ctx.layouts[0].shape[classes]
     start, length = box.offsets[classes], box.sizes[classes]
     scores, target, weight = as_accumulator(named["input"]), named["target"], named["weight"]
@@ -236,7 +235,7 @@ def _class_sharded(
 
 
 def _combined(gathered: dict[str, Tensor]) -> Tensor:
-    """The losses from what the ranks that share the classes of each example found."""
+    """The losses from the results of ranks that share the classes of each example."""
     if "top" not in gathered:
         return -gathered["score"].sum(0)
     (top, total), tops = combined_sums(gathered["top"], gathered["sum"]), gathered["top"].detach()

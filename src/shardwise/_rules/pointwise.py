@@ -1,4 +1,4 @@
-"""Elementwise ops, by what they do to Partial operands."""
+"""Elementwise ops, by their effect on Partial operands."""
 
 from cmath import isfinite
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ from shardwise._rules.row import Align, Args, Kwargs, Meta, Row
 SUMS = (Partial("sum"), Partial("avg"))
 PARTIALS = (*SUMS, Partial("max"), Partial("min"), Partial("product"))
 
-# Elementwise ops that torch does not tag as such; those that it tags are found by `tagged_names`.
+# Elementwise ops that torch does not tag as pointwise; `tagged_names` finds the tagged ones.
 NONLINEAR = """
 _prelu_kernel absolute addcdiv addcmul fill floor_divide greater greater_equal hardswish isclose isreal less less_equal
 logsigmoid masked_fill not_equal polar softsign tanhshrink
@@ -56,7 +56,7 @@ FILLED = ("ones_like", "full_like")
 
 
 def broadcast(*operands: object, **named: object) -> tuple[int, ...]:
-    """The shape that the operands are broadcast to."""
+    """The broadcast shape of the operands."""
     shapes = [x.shape for x in tensors_of(operands, named)]
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
@@ -103,7 +103,7 @@ def homogeneous(*args: object, **kwargs: object) -> list[Row]:
 
 
 def conjugate(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x with conjugated elements, x itself if they are real."""
+    """out = x with conjugated elements; x itself if they are real."""
     rows = homogeneous(x, *args, **kwargs)
     others = () if x.dtype.is_complex else PARTIALS[len(SUMS) :]
     return rows + [Row((p,), p, "real numbers are their own conjugates") for p in others]
@@ -155,7 +155,7 @@ def identity_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def contiguous(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out = x, or a copy if the elements of the global tensor are in another order, whatever local tensors are in."""
+    """out = x, or a copy if the elements of the global tensor have another order, whatever the order of local ones."""
     rows = identity_rows(x, *args, **kwargs)
     if is_contiguous(x, *memory_formats(args, kwargs)):
         return rows
@@ -231,7 +231,7 @@ def filled_like(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def new_like(x: Meta, size: Sequence[int], *args: object, **kwargs: object) -> list[Row]:
-    """out has `size` and no value of x; it is sharded as x if it has the same size, and replicated if not."""
+    """out has `size` and no value of x; it is sharded as x if it has the same size, else replicated."""
     why, p = "the values are not read", x.placement
     if tuple(size) == x.shape and not isinstance(p, Partial):
         return [Row((without_sizes(p),), without_sizes(p), why, _new_shard)]
@@ -249,10 +249,10 @@ def glu(x: Meta, dim: int = -1) -> list[Row]:
 
 
 def tagged_names() -> dict[str, int]:
-    """The aten ops whose every form torch tags as pointwise, and how many results they have.
+    """The aten ops whose every form torch tags as pointwise, and the number of their results.
 
-    Not `max`, of which one form is elementwise and others reduce; nor what draws random numbers, returns a view, or
-    returns no tensor, such as `equal`.
+    Without `max`, of which one form is elementwise and others reduce; without ops that draw random numbers, return a
+    view, or return no tensor, such as `equal`.
     """
     aten = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     forms: dict[str, list[str]] = {}
@@ -278,7 +278,7 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
 
 
 def register_if_tagged(op: torch._ops.OpOverload) -> bool:
-    """Give rows to an op that was defined later, such as a user's, if it is tagged as pointwise."""
+    """Register rows of an op that was defined later, such as a user's, if it is tagged as pointwise."""
     if op._schema.is_mutable or not is_elementwise(op):
         return False
     shape = broadcast if len(op._schema.returns) == 1 else None
@@ -287,7 +287,7 @@ def register_if_tagged(op: torch._ops.OpOverload) -> bool:
 
 
 def register_tagged() -> None:
-    """Give rows to the ops that torch tags as pointwise and that have no entry yet."""
+    """Register rows of the ops that torch tags as pointwise and that have no entry yet."""
     for name, results in tagged_names().items():
         _register([name], nonlinear, broadcast if results == 1 else None)
     update(F.silu, takes_dtensors=True)

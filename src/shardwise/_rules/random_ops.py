@@ -1,8 +1,8 @@
 """Random ops: the number of an element comes from its global index (`counter_rng`), in any layout.
 
-Every row, the replicated one included, runs a local implementation of this file, which draws one seed and generates
-the numbers of the local shard. Torch checks the arguments on one element before anything is drawn; errors that depend
-on values (a probability above 1) are agreed with the ranks that hold other values in one small collective.
+Every row, also the replicated one, runs a local implementation of this file, which draws one seed and generates the
+numbers of the local shard. Torch checks the arguments on one element before anything is drawn. Errors that depend on
+values (a probability above 1) are agreed on with ranks of other values in one small collective.
 
 All values of a Partial tensor get one dropout mask, so dropout needs no reduction; its gradient is that of a product
 with the mask.
@@ -48,7 +48,7 @@ OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor
 
 
 def check_arguments(op: Op, *args: object, **kwargs: object) -> None:
-    """Let torch check the arguments on one element (one row of categories), without changing its generator."""
+    """Check the arguments by torch on one element (one row of categories), without a change of its generator."""
     kwargs = {k: None if k == "generator" else v for k, v in kwargs.items() if k != "device"}
     try:
         _try(op, args, kwargs, {})
@@ -82,7 +82,7 @@ def _refilled(x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def _bernoulli_rows(x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """out is shaped like x, which holds the probabilities where none is given."""
+    """out is shaped like x, which holds the probabilities unless they are given."""
     return (filled_like if args or "p" in kwargs else nonlinear)(x)
 
 
@@ -137,7 +137,7 @@ def _range(dtype: torch.dtype, args: Sequence[Any], kwargs: Kwargs) -> tuple[int
 
 @allow_in_graph
 def refuse(ctx: LocalContext, bad: Tensor, message: str) -> None:
-    """Raise on every rank if a value is bad on any; communicates only with ranks that hold other values."""
+    """Raise on every rank if a value is bad on any; communicates only with ranks of other values."""
     mesh, found = ctx.layouts[0].mesh, bad.any().long().view(1)
     axes = [a for a in range(mesh.ndim) if any(not x.placements[a].is_replicate() for x in ctx.layouts)]
     ranks = ctx.ranks(axes) if mesh.coordinate(ctx.rank) is not None else ()
@@ -268,7 +268,7 @@ def _dropout(alpha: bool, features: bool, ctx: LocalContext, x: Tensor, p: float
 
 
 def _kept(ctx: LocalContext, x: Tensor, p: float, features: bool) -> Tensor:
-    """1 where an element (a channel, the first two dims) is kept, else 0; broadcasts to x."""
+    """1 for a kept element (or channel, by the first two dims), else 0; broadcasts to x."""
     sampler, layout = partial(counter_rng.bernoulli, 1 - p), ctx.layouts[0]
     boxes, shape = layout.boxes(ctx.rank), layout.shape
     if not features:

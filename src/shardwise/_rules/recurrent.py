@@ -56,7 +56,7 @@ def packed(*_: object) -> list[Row]:
 
 
 def _with_plain_sizes(op: Op) -> Op:
-    """The op, with the sizes that it returns as a plain tensor, because the program reads them."""
+    """The op, with its returned sizes as a plain tensor, because the program reads them."""
 
     def run(*args: object) -> tuple[Tensor, Tensor]:
         data, sizes = op(*args)
@@ -71,7 +71,7 @@ def _overload(name: str, *args: object) -> Any:
 
 
 def _packed(second: object) -> bool:
-    """Whether the second argument is the sizes of batches, not the states."""
+    """Whether the second argument is the batch sizes, not the states."""
     return not isinstance(second, list) and getattr(second, "ndim", 0) == 1
 
 

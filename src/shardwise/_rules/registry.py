@@ -28,27 +28,27 @@ Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all result
 
 
 def no_rows(*_: object, **__: object) -> list[Row]:
-    """The rows of an op that has none: it is decomposed, or has a handler."""
+    """The rows of an op without rows: it is decomposed, or has a handler."""
     raise NotImplementedError("it is decomposed into other ops")
 
 
 @dataclass(frozen=True)
 class OpRule:
-    """Everything the dispatcher knows of one op: an entry of `RULES`.
+    """The dispatcher's knowledge of one op: an entry of `RULES`.
 
     How it runs:
         rows: (op's arguments, tensors given as `Meta`) -> rows.
         handler: called as `handler(func, args, kwargs)` instead of everything else.
-        decomposition: the op in terms of other ops, called with its arguments where no row fits.
-        handler_without_row: a handler for calls where no row fits and there is no decomposition. Without either, torch
-            decomposes the op; an aten op gathers its operands and runs replicated.
+        decomposition: the op in terms of other ops, called with its arguments if no row fits.
+        handler_without_row: a handler for calls without a fitting row or decomposition. Without it, torch decomposes
+            the op; an aten op gathers its operands and runs replicated.
         native: substitute for a function whose Python code reads shapes. A DTensor reports its global shape there, so
             such code needs plain local tensors; a substitute takes the DTensors directly.
         replicated_impl: the local implementation if all operands are Replicate on all axes; None is the op itself.
-        empty_shards_impl: the local implementation in place of the op itself if a rank has an empty shard, for ops that
-            save other tensors for backward if an operand is empty; None is the op itself.
-        kept_operand: the operand that keeps its layout if a row does, and its mesh, such as a table. None: the cheapest
-            row; the mesh of the largest operand, or of the one written to.
+        empty_shards_impl: the local implementation if a rank has an empty shard, for ops that save other tensors for
+            backward if an operand is empty; None is the op itself.
+        kept_operand: the operand that keeps its layout if a row allows it, and its mesh, such as a table. None: the
+            cheapest row; the mesh of the largest operand, or of the one written to.
 
     What it returns:
         in_place: the op writes to its first operand, whose layout therefore must not change.
@@ -56,23 +56,23 @@ class OpRule:
             None runs the op on torch's meta device.
         checks_sizes: `shape` raises if sizes do not fit; otherwise the op is tried on the meta device.
         data_dependent_shape: the result's size is known only after the op ran; the ranks exchange the sizes of shards.
-        memory_order: of the first result, the dims from the largest stride to the smallest; from the arguments of
-            `rows`. None is that on the meta device, or row-major if `data_dependent_shape`.
+        memory_order: the dims of the first result from the largest stride to the smallest; from the arguments of
+            `rows`. None: as on the meta device, or row-major if `data_dependent_shape`.
         view: torch returns a view of the first operand.
 
     How calls are cached:
-        shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and on
-            no float argument, so the choice made for one shape and number serves all.
+        shape_independent: the rows depend on numbers of dims and on which dims have size 1, on no other size and no
+            float argument, so one choice serves all shapes and numbers.
         typed: the rows depend on dtypes.
-        random: the op draws random numbers. Ranks outside the mesh run it too, so that their generators stay in step.
+        random: the op draws random numbers. Ranks outside the mesh run it too, so that generators stay equal.
 
     How a rank with an empty shard raises the errors of the other ranks:
         index_form: how the arguments name indices, as a `shapes.index.IndexForm`, checked on every rank that has them.
         value_errors: the op raises for some values, such as a division by 0: the rank tries the op on one element.
 
     For tools:
-        is_op: a handler that computes a result itself, so that tools count it as an op, not only the ops it calls.
-        takes_dtensors: a Python function that only compares sizes, so it may get DTensors in place of local tensors.
+        is_op: a handler that computes a result itself, so that tools count it as an op, not only its inner ops.
+        takes_dtensors: a Python function that only compares sizes, so it may get DTensors for local tensors.
     """
 
     rows: RowsFunction = no_rows
@@ -111,7 +111,7 @@ NO_OPS = {
 
 
 def functions_named(*names: str) -> list[Op]:
-    """Every function, method and overload of ops, but those that work in place."""
+    """Every function, method and overload of ops, without in-place forms."""
     return list(dict.fromkeys(op for name in names for op, in_place in forms_of(name) if not in_place))
 
 
@@ -148,10 +148,10 @@ FAMILIES: list[tuple[Callable[[Op], bool], OpRule]] = []
 
 
 def register(rule: OpRule, *ops: Op, replace: bool = False) -> None:
-    """Give ops an entry.
+    """Register an entry for ops.
 
     Args:
-        replace: in place of the entry that they may have.
+        replace: replace an existing entry.
 
     Raises:
         RuleError: an op has an entry already.
@@ -180,11 +180,11 @@ def update(*ops: Op, **values: Any) -> None:
 
 
 def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Handler], Handler]:
-    """Register the function below to answer calls of ops, as `handler(func, args, kwargs)`.
+    """Register the function below as handler of ops: `handler(func, args, kwargs)`.
 
     Args:
         is_op: tools count the call as an op; otherwise they only see the ops that the handler calls.
-        no_row: the ops have a rule, and the handler answers the calls for which it has no row.
+        no_row: the ops have a rule, and the handler runs for calls without a fitting row.
     """
 
     def add(function: Handler) -> Handler:
@@ -198,7 +198,7 @@ def handler(*ops: Op, is_op: bool = False, no_row: bool = False) -> Callable[[Ha
 
 
 def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Callable[[Handler], Handler]:
-    """Register the function below to answer all functions without an entry for which `serves(func)` is true."""
+    """Register the function below as handler of all functions without an entry for which `serves(func)` is true."""
 
     def add(function: Handler) -> Handler:
         FAMILIES.append((serves, OpRule(handler=function, is_op=is_op)))
@@ -208,7 +208,7 @@ def handler_of_family(serves: Callable[[Op], bool], is_op: bool = False) -> Call
 
 
 def replacement(*ops: Op) -> Callable[[Function], Function]:
-    """Register the function below, which has the parameters of ops, to be called in their place."""
+    """Register the function below, which has the parameters of ops, as their replacement."""
 
     def add(function: Function) -> Function:
         handler(*ops)(lambda func, args, kwargs: function(*args, **kwargs))
@@ -218,11 +218,11 @@ def replacement(*ops: Op) -> Callable[[Function], Function]:
 
 
 def rule_of(op: Op) -> OpRule | None:
-    """The entry of an op that has rows or a decomposition; None for others."""
+    """The entry of an op with rows or a decomposition; None for others."""
     rule = RULES.get(op)
     return rule if rule is not None and rule.has_rule else None
 
 
 def ops_with_rules() -> dict[Op, OpRule]:
-    """The entries that have rows or a decomposition."""
+    """The entries with rows or a decomposition."""
     return {op: rule for op, rule in RULES.items() if rule.has_rule}

@@ -1,4 +1,4 @@
-"""Rows: the ways to run an op on one mesh axis, and what the function that makes them knows of the operands."""
+"""Rows: the ways to run an op on one mesh axis, and the operands as the functions that make rows see them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.c
 
 
 class Meta(NamedTuple):
-    """What a rule knows of a tensor operand: its global shape, dtype, and placement on the axis in question."""
+    """A tensor operand as rules see it: its global shape, dtype, and placement on the axis in question."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Meta(NamedTuple):
 
 
 class Align(Enum):
-    """Which sharded operands of a row get the shard sizes of one of them."""
+    """The sharded operands of a row that get the shard sizes of one of them."""
 
     ALL = "all of them"
     ORDER = "none of them, but all get one shard order"
@@ -53,15 +53,16 @@ class Row:
         inputs: a placement for every tensor operand, in the order of the arguments.
         output: the placement of the result; a tuple for several results.
         why: the reason in one line; also the name of the row in tests, errors and reports.
-        local_impl: what each rank runs, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
-            itself. It must build the same autograd graph on every rank, also on one with an empty shard.
-        align: which sharded operands get the shard sizes of one of them: see `Align`; a tuple of numbers names some.
-        layout_from: the operand whose shard sizes a sharded result has; None is the first sharded one.
-        map_index: from a shard offset of that operand to the shard offset of the result, if they differ; rises from 0
-            to the size of the result's dim. A tuple for several results.
+        local_impl: the code on each rank, as `local_impl(ctx, *args, **kwargs)` with local tensors; None is the op
+            itself. It must build one autograd graph on all ranks, also on one with an empty shard.
+        align: the sharded operands that get the shard sizes of one of them: see `Align`; or a tuple of their numbers.
+        layout_from: the operand that gives a sharded result its shard sizes; None is the first sharded one.
+        map_index: a function from a shard offset of that operand to the result's, if they differ; rises from 0 to the
+            size of the result's dim. A tuple for several results.
         alignment: shard offsets of the operands must be multiples of it; others are moved to the nearest multiple.
-        breaks_view: the local implementation communicates, so what torch returns as a view is a copy on every rank.
-        gathers: how many all-gathers of a few bytes the local implementation makes, for the choice of a row.
+        breaks_view: the local implementation communicates, so a result that torch returns as a view is a copy on every
+            rank.
+        gathers: number of all-gathers of a few bytes in the local implementation, for the choice of a row.
     """
 
     inputs: tuple[Placement, ...]

@@ -1,4 +1,4 @@
-"""Ids or rows are sent to the ranks that own what they name, and answers are sent back.
+"""Exchange of ids or rows with the ranks that own their rows, and of answers.
 
     ids       to their owners, each message behind a header (`IdMessage`)
     rows      to their owners, after headers that say how many there are (`route_rows`)
@@ -9,9 +9,9 @@ Rank 0 has the ids 7 9 7 for rank 0 and 0 for rank 1, and both sides know that a
     first all-to-all    to rank 0: header, 7 9      to rank 1: header, 0 and a 0 that fills the message
     second all-to-all   to rank 0: 7
 
-A header says how long the message is, whether any message of its sender is longer than the first all-to-all, and what
-the caller adds, such as a verdict on the sender's ids. So all ranks know whether there is a second all-to-all, and an
-invalid id is the same error on all ranks before any row is sent.
+A header has the length of the message, whether any message of its sender exceeds the first all-to-all, and the caller's
+data, such as a verdict on the sender's ids. So all ranks know whether there is a second all-to-all, and an invalid id
+raises one error on all ranks before any row is sent.
 """
 
 from collections.abc import Sequence
@@ -30,28 +30,28 @@ Headers = list[list[int]]
 
 @dataclass(frozen=True)
 class Route:
-    """How many rows this rank sends to each rank of the exchange, and receives from each."""
+    """The numbers of rows that this rank sends to and receives from each rank of the exchange."""
 
     exchange: Exchange
     sent: Sequence[int]
     received: Sequence[int]
 
     def send(self, rows: Tensor) -> Tensor:
-        """The rows received for `rows`, both in the order of ranks. Differentiable."""
+        """The rows received for sent `rows`, both in rank order. Differentiable."""
         return self.exchange.rows(rows, self.sent, self.received)
 
     def answer(self, rows: Tensor) -> Tensor:
-        """The answers to the rows sent, for answers `rows` to those received. Differentiable."""
+        """The answers to the sent rows, for answers `rows` to the received ones. Differentiable."""
         return self.exchange.rows(rows, self.received, self.sent)
 
 
 def route_rows(
     exchange: Exchange, sent: Sequence[int], verdict: Sequence[int], device: torch.device, everyone: Exchange
 ) -> tuple[Route, Headers]:
-    """The route of rows, of which this rank sends so many to each rank, and the verdicts of all ranks of `everyone`.
+    """The route of rows, of which this rank sends `sent` to each rank, and the verdicts of all ranks of `everyone`.
 
     Args:
-        everyone: an exchange of these ranks, and of others that get the verdict alone.
+        everyone: an exchange of these ranks, and of others that only get the verdict.
     """
     counts = dict(zip(exchange.ranks, sent, strict=True))
     headers = everyone.headers([(counts.get(rank, 0), *verdict) for rank in everyone.ranks], device)
@@ -61,14 +61,14 @@ def route_rows(
 
 @dataclass(frozen=True)
 class IdMessage:
-    """What this rank sends to each rank of the exchange; made by `id_message`.
+    """This rank's messages to each rank of the exchange; made by `id_message`.
 
         reply = message.read(message.start()())
 
     Attributes:
         lengths: of the message to each rank, in integers.
         first: headers, and messages up to the capacities.
-        rest: of the messages that are longer.
+        rest: the excess of longer messages.
         sent, received: the capacities.
         lent: memory of the first all-to-all, in use until its messages were read; None: it is new.
     """
@@ -83,12 +83,12 @@ class IdMessage:
     lent: Lent | None = None
 
     def start(self) -> Wait:
-        """Start the first all-to-all; the returned function waits for what `read` takes."""
+        """Start the first all-to-all; the returned function waits for the argument of `read`."""
         sent, received = ([self.header_size + n for n in sizes] for sizes in (self.sent, self.received))
         return self.exchange.start(self.first, sent, received, None if self.lent is None else self.lent.empty)
 
     def read(self, first: Tensor) -> "IdReply":
-        """Read what the first all-to-all received."""
+        """Read the received data of the first all-to-all."""
         parts = first.split([n for capacity in self.received for n in (self.header_size, capacity)])
         heads: Headers = torch.stack(parts[::2]).view(torch.int64).tolist()
         lengths = [head[0] for head in heads]
@@ -98,12 +98,12 @@ class IdMessage:
 
 @dataclass(frozen=True)
 class IdReply:
-    """What the ranks sent to this one, perhaps without the rest of long messages.
+    """The ranks' messages to this one, perhaps without the rest of long ones.
 
     Attributes:
-        headers: what the caller of each rank added to its header.
+        headers: the callers' data in the header of each rank.
         lengths: of the message of each rank.
-        first: the beginnings of these messages.
+        first: the beginnings of the messages.
         is_longer: whether a message of any rank is longer than the first all-to-all.
     """
 
@@ -114,7 +114,7 @@ class IdReply:
     is_longer: bool
 
     def messages(self) -> list[Tensor]:
-        """The full messages. All ranks have to call it, because there may be a second all-to-all."""
+        """The full messages. All ranks have to call this, because there may be a second all-to-all."""
         if not self.is_longer:
             return self.first
         sent = _beyond(self.message.lengths, self.message.sent)
@@ -139,8 +139,8 @@ def id_message(
 
     Args:
         messages: 1-D tensors of one dtype, int32 or int64; at least one of each message.
-        headers: as many integers for each rank.
-        sent, received: the capacities of the first messages to each rank and from each, which both sides know.
+        headers: an equal number of integers for each rank.
+        sent, received: the capacities of the first messages to each rank and from each, known to both sides.
         lent: see `IdMessage`.
     """
     like = messages[0][0]

@@ -1,7 +1,7 @@
 """The seed of a random op: drawn from torch's generator, and compared between the ranks.
 
-A random op draws one number, on every rank, from torch's default CPU generator or from the `generator=` that it gets.
-Each element is a function of that number and its index (`counter_rng`). So `torch.manual_seed`, `torch.get_rng_state`,
+A random op draws one number, on every rank, from torch's default CPU generator or from its `generator=`. Each element
+is a function of this number and its index (`counter_rng`). So `torch.manual_seed`, `torch.get_rng_state`,
 `torch.set_rng_state`, `torch.random.fork_rng` and activation checkpoints govern random DTensors too, and a state can be
 restored on another number of ranks.
 """
@@ -29,7 +29,7 @@ FIX = (
 
 @dataclass
 class _Drawn:
-    """What this rank has drawn with the others of a group."""
+    """The draws of this rank with the others of a group."""
 
     draws: int = 0
     digest: int = 0
@@ -37,16 +37,16 @@ class _Drawn:
 
 
 class _DrawnByGroup(dict[Ranks, _Drawn]):
-    """What a rank has drawn, by group."""
+    """The draws of a rank, by group."""
 
 
 @allow_in_graph
 def draw_seed(mesh: Mesh, generator: torch.Generator | None = None) -> int:
-    """A number for one random op on `mesh`, the same on all its ranks.
+    """A number for one random op on `mesh`, equal on all its ranks.
 
-    The ranks compare digests of what they have drawn at draws 1, 2, 4, … 64, at every 64th from then on, and when they
-    first draw from a `generator`. All count the same draws, so they agree on when to compare without communication.
-    A draw communicates nothing else, so this is not left to their ledgers, which are read before a collective.
+    The ranks compare digests of their draws at draws 1, 2, 4, … 64, at every 64th from then on, and at the first draw
+    from a `generator`. All count equal draws, so they know when to compare without communication. A draw communicates
+    nothing else, so ledgers, which are read before a collective, would be too late.
 
     Raises:
         MismatchError: the ranks' generators differ, or differed at a draw since the last comparison.

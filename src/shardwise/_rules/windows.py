@@ -1,8 +1,8 @@
 """Ops on images: convolution, pooling, resizing, patches. Most slide windows along some dims.
 
-A rank fetches what the windows of its own outputs cover (a halo), runs the op with its own arguments, and drops the
-outputs of other ranks. That equals the op on the full tensor if the local input starts where a window may start.
-Padding at the edges of the full tensor is left to the op. Sharded batch and channels need no halo.
+A rank fetches the inputs of its outputs' windows (a halo), runs the op with its own arguments, and drops the outputs of
+other ranks. This equals the op on the full tensor if the local input starts where a window may start. Padding at the
+edges of the full tensor is left to the op. Sharded batch and channels need no halo.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +32,12 @@ aten = torch.ops.aten
 
 
 class Window(NamedTuple):
-    """The windows of one dim, which output i of the op has.
+    """The windows of one dim; window i gives output i of the op.
 
     Args:
         length: size of the dim in the input.
         run: a step of 0 means irregular windows, which are not sharded.
-        extra: windows that the op finds before the first one of a local input that starts at 0.
+        extra: windows of the op before the first one of a local input that starts at 0.
     """
 
     length: int
@@ -45,7 +45,7 @@ class Window(NamedTuple):
     extra: int = 0
 
     def inputs(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of inputs to run on for outputs `start` to `stop`."""
+        """The range of inputs for outputs `start` to `stop`."""
         if (start, stop) == (0, self.run.length):
             return 0, self.length
         low, high = self.run.between(start, stop).indices()
@@ -56,7 +56,7 @@ class Window(NamedTuple):
         return low, min(max(high, low + self.min_length), self.length)
 
     def skipped(self, start: int, low: int) -> int:
-        """How many outputs of a local input that starts at `low` come before output `start`."""
+        """The number of outputs of a local input that starts at `low` before output `start`."""
         return start - low * self.run.scale // self.run.step + self.extra
 
     @property
@@ -76,7 +76,7 @@ def each(value: T | Sequence[T], count: int) -> tuple[T, ...]:
 
 
 def sliding(length: int, kernel: int, stride: int, padding: int, dilation: int, out: int, extra: int = 0) -> Window:
-    """The windows of a convolution or of pooling: output o covers `kernel` inputs from stride o - padding on."""
+    """The windows of a convolution or of pooling: output o reads `kernel` inputs from stride o - padding on."""
     return Window(length, Run(-padding, out, stride, span=(kernel - 1) * dilation + 1), extra)
 
 
@@ -93,7 +93,7 @@ def window_rows(x: Meta, windows: Sequence[Window], others: int, local: LocalFun
 
 @lru_cache(maxsize=4096)
 def input_box(windows: Windows, source: Layout, output: Layout, rank: int) -> Box:
-    """The box of the input that `rank` runs on: the halo of its output box, in the other dims its own shard."""
+    """The input box of `rank`: the halo of its output box, in other dims its own shard."""
     own, out = source.boxes(rank)[0], output.boxes(rank)[0]
     lead = len(own.sizes) - len(windows)
     pairs = zip(windows, out.offsets[lead:], out.sizes[lead:], strict=True)
@@ -171,7 +171,7 @@ def adaptive_pool(dims: int, input: Meta, output_size: OutputSize, return_indice
 
 
 def adaptive_avg_pool(dims: int, input: Meta, output_size: OutputSize) -> list[Row]:
-    """A mean over all of a sharded dim is Partial, without communication."""
+    """The rows of a mean: over all of a sharded dim it is Partial, without communication."""
     rows = adaptive_pool(dims, input, output_size)
     local = local_with(_partial_mean, input.shape[-dims:])
     ones = [d for d, out in enumerate(each(output_size, dims), input.ndim - dims) if out == 1]
@@ -181,7 +181,7 @@ def adaptive_avg_pool(dims: int, input: Meta, output_size: OutputSize) -> list[R
 
 
 def _linear_row(x: Meta) -> list[Row]:
-    """Only where the operand is Partial: means of shards padded with zeros are rounded before they are added."""
+    """A row for a Partial operand only: means of shards padded with zeros are rounded before they are added."""
     return [Row((PARTIAL,), PARTIAL, "linear")] if isinstance(x.placement, Partial) else []
 
 
@@ -196,7 +196,7 @@ def with_halo(
     """The op on the box that this rank's outputs need, without the outputs of other ranks.
 
     Args:
-        size: the name of the op's first argument if that is the size of the result, else "".
+        size: the name of the op's first argument if it is the size of the result, else "".
     """
     source, output = ctx.layouts[0], ctx.output
     fetched, own = input_box(windows, source, output, ctx.rank), output.boxes(ctx.rank)[0]
@@ -317,7 +317,7 @@ def _channel_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[
 
 
 def _group_rows(conv: Convolution, at: int, local: LocalFunction) -> Iterator[Row]:
-    """Any operand may be sharded between groups; the shards of the others are fetched."""
+    """Rows that shard any operand between groups; the shards of the others are fetched."""
     why = "sharded channel groups"
     from_input, from_weight = (local_with(Convolution.map_index, conv, n) for n in (conv.channels[0], conv.rows))
     yield Row((Shard(at), Shard(0), Shard(0)), Shard(at), why, local, Align.ORDER, 1, from_weight)

@@ -1,6 +1,6 @@
 """The distributed tensor: one class, dispatch, conversions, gradients, factories.
 
-This file is where the class `DTensor` is completed, and where the modules that register ops are imported.
+This file completes the class `DTensor`, and imports the modules that register ops.
 """
 
 import shardwise._attention

@@ -1,4 +1,4 @@
-"""How tensors, modules and placements read in the errors of `checked` functions."""
+"""Texts of tensors, modules and placements in the errors of `checked` functions."""
 
 import os
 
@@ -12,7 +12,7 @@ from shardwise.errors import LayoutError
 
 
 def not_dense(x: Tensor) -> str | None:
-    """What `x` is if it is not strided, such as sparse_coo, or has no memory of its own: it has no shards."""
+    """The kind of `x` if it is not strided, such as sparse_coo, or has no memory: it has no shards."""
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not x.is_nested:
         return type(x).__name__
     if x.layout is torch.strided and not x.is_quantized and not x.is_nested:

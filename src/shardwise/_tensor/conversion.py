@@ -1,6 +1,6 @@
-"""Between local tensors and distributed ones, and asynchronous redistributions.
+"""Conversion between local tensors and distributed ones, and asynchronous redistributions.
 
-The first use of the result of such a redistribution, which reads `_layout`, waits for it.
+The first use of such a redistribution's result reads `_layout`, which waits for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,7 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
 
 
 def wrap(local: Tensor, layout: Layout, grad_placements: Placements | None = None) -> DTensor:
-    """A local tensor that is known to fit `layout`, sharing its storage; gradients flow back to it."""
+    """A local tensor that is known to fit `layout`, as a DTensor that shares its storage; gradients flow back to it."""
     with DisableTorchFunctionSubclass():
         if not (torch.is_grad_enabled() and local.requires_grad):
             return track(tag(local.detach(), layout))
@@ -80,12 +80,12 @@ _of_wrapper: dict[str, Callable[[Any], Tensor]] = {}  # by the module of the wra
 
 
 def register_wrapper(module: str, convert: Callable[[Any], Tensor]) -> None:
-    """Let `from_local` take a tensor whose class is of `module`, as `convert` makes it a local tensor."""
+    """Register `convert`, by which `from_local` makes a local tensor of one whose class is of `module`."""
     _of_wrapper[module] = convert
 
 
 class _Passed(NamedTuple):
-    """What one rank passes to `from_local`; sent as JSON, which has its values only."""
+    """The arguments of one rank's `from_local`; sent as JSON of its values."""
 
     shape: list[int]
     dtype: str
@@ -183,14 +183,14 @@ def _order(local: Tensor) -> list[int] | None:
 
 
 def _common_order(all_passed: dict[int, _Passed]) -> list[int] | None:
-    """The order of the dims in memory; None is row-major, or ranks differ."""
+    """The order of the dims in memory on all ranks; None is row-major, or ranks differ."""
     orders = {tuple(passed.order) for passed in all_passed.values() if min(passed.shape, default=0) > 1}
     orders = orders or {tuple(passed.order) for passed in all_passed.values()}
     return list(orders.pop()) or None if len(orders) == 1 else None
 
 
 def _strides(given: Sequence[int] | None, order: Sequence[int] | None, layout: Layout) -> tuple[int, ...]:
-    """The strides of the global tensor: those that are given, or the dims in this order; row-major for None."""
+    """The strides of the global tensor: the given ones, or the dims in this order; row-major for None."""
     shape = layout.shape
     if given is None:
         return strides_in_order(shape, range(len(shape)) if order is None or len(order) != len(shape) else order)
@@ -225,7 +225,7 @@ def _even_shape(local: Tensor, mesh: Mesh, placements: Sequence[Placement]) -> l
 def _layout_from_all_ranks(
     mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int] | None, all_passed: dict[int, _Passed]
 ) -> tuple[Layout, torch.dtype]:
-    """The layout and the dtype, which a rank without shards cannot know."""
+    """The layout and the dtype, which a rank without shards does not know."""
     empty = [rank for rank, passed in all_passed.items() if passed.bounds == []]
     others = {rank: passed for rank, passed in all_passed.items() if rank not in empty}
     _check_equal("dtype", {rank: passed.dtype for rank, passed in others.items()})
@@ -260,7 +260,7 @@ def _check_fit(
     error: type[LayoutError | MismatchError],
     fix: str,
 ) -> None:
-    """Raise `error` unless the layout gives the ranks the boxes, and local tensors of the shapes, that they passed."""
+    """Raise `error` unless the layout gives the ranks the boxes, and the local shapes, that they passed."""
     expected = f"a tensor of shape {layout.shape} under {placements_text(layout.mesh, placements)}"
     otherwise = "or other placements" if error is MismatchError else "or leave run_check on"
     misplaced, misshapen = [], []
@@ -291,10 +291,10 @@ def _check_fit(
 def layout_of_local_shapes(
     mesh: Mesh, placements: Sequence[Placement], shapes: dict[int, tuple[int, ...]], shape: Sequence[int] | None = None
 ) -> Layout:
-    """The layout of local tensors of these shapes, by rank: every Shard without sizes gets theirs.
+    """The layout of local tensors of these shapes, by rank: a Shard without sizes gets the local sizes.
 
     Raises:
-        LayoutError, MismatchError: there is none. Whether replicas have equal shapes is left to the caller.
+        LayoutError, MismatchError: there is none. The caller checks whether replicas have equal shapes.
     """
     if any(isinstance(p, Boxes | OnRanks) for p in placements):
         if shape is None and not any(isinstance(p, Boxes) for p in placements):
@@ -361,15 +361,14 @@ def distribute_tensor(
     """A DTensor with the values of a plain tensor.
 
     Args:
-        tensor: the global tensor; every rank passes one of the same shape and dtype. A DTensor, ours or torch's, is
-            redistributed, and keeps what the other arguments leave out; gradients flow back. A leaf gives a leaf: the
-            result requires grad if `tensor` does, but is not connected to it. Its values move to the device
-            type of the mesh.
+        tensor: the global tensor; every rank passes one of equal shape and dtype. A DTensor, ours or torch's, is
+            redistributed, and keeps what the other arguments omit; gradients flow back. A leaf gives a leaf: the result
+            requires grad if `tensor` does, but is not connected to it. Its values move to the device type of the mesh.
         device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
         placements: one per mesh axis, in a sequence or by axis name; None replicates.
-        src_data_rank: position in the mesh (in its row-major order) of the rank whose values count: each
-            rank receives its local shard from there. None takes every rank's own values and sends nothing;
-            they must be equal.
+        src_data_rank: position in the mesh (in its row-major order) of the rank whose values are used: each rank
+            receives its local shard from there. None takes every rank's own values and sends nothing; they must be
+            equal.
         shard_order: which axis shards first where several shard one dim.
 
     Raises:
@@ -412,7 +411,7 @@ def distribute_tensor(
 
 
 def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor:
-    """A copy of this rank's shard of `tensor`: sliced from its own, or received from the source rank."""
+    """A copy of this rank's shard of `tensor`: a slice of its own, or received from the source rank."""
     mesh = layout.mesh
     if src_data_rank is None or mesh.size() == 1:
         local = _on_mesh_device(redistribute_local(tensor, layout.replicated(), layout), mesh)
@@ -427,7 +426,7 @@ def local_shard_of(tensor: Tensor, layout: Layout, src_data_rank: int | None) ->
 
 
 def receive_local_shard(source: int, tensor: Tensor, layout: Layout) -> Tensor:
-    """A copy of this rank's shard of the `tensor` of the rank `source`; on other ranks `tensor` needs no values."""
+    """A copy of this rank's shard of the tensor of rank `source`; on other ranks `tensor` needs no values."""
     full, rank = layout.gathered_on(source), collectives.rank()
     if rank == source:
         tensor = _on_mesh_device(tensor, layout.mesh)
@@ -443,7 +442,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 class _Pending:
-    """A redistribution that is running; called with the `DTensor` that it makes, it waits and returns the layout."""
+    """A running redistribution. A call with its `DTensor` waits and returns the layout."""
 
     def __init__(self, target: Layout, finish: Wait) -> None:
         self._target, self._finish = target, finish
@@ -462,7 +461,7 @@ class _Pending:
 
 
 class _Redistribute(TensorFunction):
-    """A redistribution whose gradient is sent in a dtype of its own, and which may be asynchronous."""
+    """A redistribution whose gradient is sent in its own dtype, and which may be asynchronous."""
 
     @staticmethod
     def forward(
@@ -484,8 +483,8 @@ class _Redistribute(TensorFunction):
 def async_redistribute(x: DTensor, target: Layout, backward_dtype: torch.dtype, async_op: bool) -> DTensor:
     """`x` in another layout; its gradient is converted to `backward_dtype` before it is redistributed back.
 
-    The gradient of an average, maximum, minimum or product is more than the dual redistribution: these are reduced
-    before, or made after.
+    Gradients of averages, maxima, minima and products are more than the dual redistribution: these are reduced before,
+    or made after.
     """
     check_owners("redistribute", (x._layout,))
     between = _without_others(target)

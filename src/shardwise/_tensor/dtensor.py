@@ -57,7 +57,7 @@ class NotOffered:
 
 
 class PendingLayout:
-    """The layout of a `DTensor` whose redistribution is running: to read it waits. Other instances have their own."""
+    """The layout of a `DTensor` whose redistribution is running; a read waits. Other instances have their own."""
 
     def __get__(self, x: object, owner: type | None = None) -> object:
         own: dict[str, Any] = {} if x is None else vars(x)
@@ -72,7 +72,7 @@ class PendingLayout:
 
 
 class Tiling(Protocol):
-    """The shards that make up one local tensor; see `shardwise.sharded_tensor.LocalShardsWrapper`."""
+    """The shards of one local tensor; see `shardwise.sharded_tensor.LocalShardsWrapper`."""
 
     @property
     def boxes(self) -> tuple[Box, ...]: ...
@@ -86,11 +86,11 @@ class DTensor(torch.Tensor):
     """A tensor on the ranks of a mesh. Make one with `distribute_tensor` or `DTensor.from_local`."""
 
     _layout: Layout = PendingLayout()  # type: ignore[assignment]
-    _reduced_grad: "DTensor | None" = None  # of a leaf: the part of its gradient that is all-reduced already
-    _pending_gradients: Any = None  # of a leaf: those that wait for a bucketed all-reduce together with its own
+    _reduced_grad: "DTensor | None" = None  # the all-reduced part of a leaf's gradient
+    _pending_gradients: Any = None  # of a leaf: gradients in its bucketed all-reduce
     _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
     _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on the ranks of its mesh; 0: none
-    _name: str | None = None  # of a parameter: what errors call it
+    _name: str | None = None  # a parameter's name in errors
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards
 
@@ -141,19 +141,19 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Placements | None = None,
     ) -> "DTensor":
-        """The distributed tensor of which every rank passes its local tensor.
+        """The distributed tensor of the ranks' local tensors.
 
         Args:
-            local_tensor: its storage is shared, not copied. On ranks outside the mesh, anything of the same dtype.
-                A `LocalShardsWrapper` is compared with the boxes of this rank.
+            local_tensor: its storage is shared, not copied. On ranks outside the mesh, any tensor of that dtype. A
+                `LocalShardsWrapper` is compared with the boxes of this rank.
             device_mesh: a `Mesh` or torch's `DeviceMesh`; None is one axis of all ranks.
-            placements: one per mesh axis, in a sequence or by axis name; None replicates. A `Shard` without sizes
-                gets those of the local tensors, not those of torch.chunk.
+            placements: one per mesh axis, in a sequence or by axis name; None replicates. A `Shard` without sizes gets
+                those of the local tensors, not those of torch.chunk.
             run_check: compare shapes, dtypes and placements over the ranks (one small exchange) and find the
                 sizes of uneven shards. False skips it and needs `shape` unless all shards have equal sizes.
             shape: the global shape, if known; checked against the local tensors.
-            stride: the global strides, in elements, of a tensor without gaps; needs `shape`. None: dims are in the
-                order that they have in the memory of the local tensors.
+            stride: the global strides, in elements, of a tensor without gaps; needs `shape`. None: dims have the order
+                of the local tensors in memory.
             grad_placements: placements of the gradient of `local_tensor`; None is those of the tensor, with Partial
                 read as Replicate.
 
@@ -265,7 +265,7 @@ class DTensor(torch.Tensor):
     nelement = numel
 
     def stride(self, dim: int | None = None) -> Any:
-        """The strides of the global tensor, in elements; those of local tensors are in the same order."""
+        """The strides of the global tensor, in elements; local strides have the same order."""
         strides = self._layout.stride()
         if not torch._C._is_torch_function_enabled() or _is_below_autograd():
             with DisableTorchFunctionSubclass():
@@ -333,7 +333,7 @@ class DTensor(torch.Tensor):
         return f"<div><pre>{escape(printable(repr(self)))}</pre>{drawing}</div>"
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """A copy of a replicated tensor of one element, such as TensorBoard makes of a loss; sends nothing.
+        """A copy of a replicated tensor of one element, for example for TensorBoard; sends nothing.
 
         Raises:
             RuleError: another tensor, of which this rank may hold a part only, or a rank outside its mesh.
@@ -421,7 +421,7 @@ class DTensor(torch.Tensor):
 
 
 def implement(dispatch: Handler, **methods: Callable[..., Any]) -> None:
-    """Complete the class: `_name` is the function `name`. Called once, by `shardwise._tensor`."""
+    """Complete the class: method `_name` is the function `name`. Called once, by `shardwise._tensor`."""
     set_dispatcher(dispatch)
     for name, function in methods.items():
         setattr(DTensor, f"_{name}", staticmethod(function))
@@ -430,15 +430,15 @@ def implement(dispatch: Handler, **methods: Callable[..., Any]) -> None:
 
 
 def set_dispatcher(dispatch: Handler) -> None:
-    """Let `dispatch` answer every torch function called with a DTensor."""
+    """Set `dispatch` to run every torch function called with a DTensor."""
     DTensor._dispatch = staticmethod(dispatch)
 
 
 def register_method(name: str, function: Callable[..., Any]) -> None:
-    """Give `DTensor` a method, or a method that it has from `torch.Tensor` another implementation.
+    """Give `DTensor` a method, or another implementation of a method of `torch.Tensor`.
 
     Raises:
-        RuleError: the class has one of this name already.
+        RuleError: the class has a method of this name already.
     """
     if name in vars(DTensor):
         raise RuleError(f"DTensor.{name} is registered already. Fix: another name.")
@@ -461,7 +461,7 @@ def _raise_rule_error(text: str) -> NoReturn:
 
 
 def name_of(func: Any) -> str:
-    """What to call a function in an error."""
+    """The name of a function in an error."""
     if getattr(func, "__name__", "") == "__get__":
         return f".{func.__self__.__name__}"
     return str(getattr(func, "__name__", func))
@@ -484,7 +484,7 @@ def tag(local: Tensor, layout: Layout) -> DTensor:
 
 
 def as_parameter(value: Tensor, before: torch.nn.Parameter) -> torch.nn.Parameter:
-    """`value` as the parameter that takes the place of `before`: with its `grad_dtype`, and what users set on it."""
+    """`value` as the parameter that replaces `before`, with its `grad_dtype` and users' attributes."""
     made = torch.nn.Parameter(value, before.requires_grad)
     vars(made).update({key: x for key, x in vars(before).items() if not key.startswith("_") or key == "_name"})
     with DisableTorchFunctionSubclass():
@@ -505,10 +505,10 @@ def dtensors_in(values: Iterable[object]) -> list[DTensor]:
 
 
 def check_owners(what: str, layouts: Iterable[Layout]) -> None:
-    """Check that DTensors of these layouts have the local tensors of this rank.
+    """Check that DTensors of these layouts have local tensors of this rank.
 
     Raises:
-        MeshError: one has that of another rank, or of another world.
+        MeshError: one has the local tensor of another rank, or of another world.
     """
     here = collectives.owner()
     for layout in layouts:

@@ -61,7 +61,7 @@ def empty(
     device_mesh: Mesh | DeviceMesh | None = None,
     placements: Placements | None = None,
 ) -> DTensor:
-    """A DTensor of global shape `size` whose values are whatever the memory held."""
+    """A DTensor of global shape `size` with uninitialized values."""
     made = _made(size, device_mesh, placements, dtype, layout)
     return made.requires_grad_(requires_grad)
 
@@ -172,6 +172,6 @@ def _not_partial(factory: str, made: DTensor) -> DTensor:
 
 
 def shape_of(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape that a caller gave as one sequence or as integers."""
+    """The shape from one sequence or from integers."""
     given = size[0] if len(size) == 1 and not is_integer(size[0]) else size
     return as_integers(given, "The size of a tensor", LayoutError, "such as zeros(4, 3) or zeros((4, 3))")

@@ -1,4 +1,4 @@
-"""What is a DTensor of `torch.distributed.tensor`, without importing it."""
+"""Checks for objects of `torch.distributed.tensor`, without importing it."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard, cast
@@ -50,7 +50,7 @@ def is_torch_dtensor_class(kind: type) -> bool:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """`x`; an `AsyncCollectiveTensor` of torch, the result of a collective that may be running, is waited for."""
+    """`x`, after a wait if it is an `AsyncCollectiveTensor` of torch, the result of a running collective."""
     if type(x).__name__ != "AsyncCollectiveTensor":
         return x
     return x.clone() if x.requires_grad else cast(Any, x).trigger_wait()

@@ -34,9 +34,9 @@ def refuse_transform(what: str) -> NoReturn:
 
 
 def check_untransformed(x: Tensor, where: str) -> None:
-    """Refuse a plain tensor beside DTensors that `torch.func` transforms or that has a tangent: it would lose both.
+    """Refuse a plain tensor beside DTensors that `torch.func` transforms or that has a tangent: both would be lost.
 
-    Also a DTensor of torch, which is not a plain tensor. Runs for every plain operand, so it only reads flags.
+    Also refuses a DTensor of torch, which is not a plain tensor. Runs for every plain operand, so it only reads flags.
     """
     if type(x) is not Tensor and is_torch_dtensor(x):
         raise LayoutError(f"{where} is a DTensor of torch. Fix: {TORCH_DTENSOR}.")
@@ -49,7 +49,7 @@ def check_untransformed(x: Tensor, where: str) -> None:
 def check_no_transform(where: str) -> None:
     """Refuse to redistribute or convert a DTensor in a function that `torch.func` transforms.
 
-    There no result says that it requires grad, so what it would lose is not known.
+    There no result shows that it requires grad, so the loss cannot be detected.
     """
     if _are_transforms_active() and torch.is_grad_enabled():
         refuse_transform(f"{where}: {FUNC}")
@@ -58,7 +58,7 @@ def check_no_transform(where: str) -> None:
 def refuse_compilation() -> None:
     """Raise if `torch.compile` is tracing.
 
-    The compiler does not trace this function, but calls it where traced code does, such as in a hook of a module.
+    The compiler does not trace this function, but calls it where traced code does, such as in a module's hook.
 
     Raises:
         CaptureError: with the line of the user's code.
@@ -75,7 +75,7 @@ vars(refuse_compilation)["_dynamo_marked_constant"] = True  # `assume_constant_r
 
 @cache
 def _compile_error() -> type[CaptureError]:
-    """A CaptureError that torch.compile passes on as it is, with the line of the user's code; others it wraps."""
+    """A CaptureError with the line of user code, which torch.compile does not wrap as it does others."""
     from torch._dynamo.exc import TorchRuntimeError
 
     return type("CaptureError", (CaptureError, TorchRuntimeError), {"__module__": CaptureError.__module__})

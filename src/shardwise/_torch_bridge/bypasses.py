@@ -1,7 +1,7 @@
-"""Functions for which torch asks no `__torch_function__`: most make a tensor of a tensor, or read a number from one.
+"""Functions that ask no `__torch_function__`: most make a tensor of a tensor, or read a number from one.
 
-`torch_patches.py` installs the replacements of torch's functions that are made here. They call the
-dispatcher if a DTensor is among the arguments, so the handlers below answer, and tools see the call.
+`torch_patches.py` installs the replacements of torch's functions that are made here. They call the dispatcher if a
+DTensor is among the arguments, so the handlers below run, and tools see the call.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ Device = torch.device | str | int | None
 
 @cache  # TorchScript knows functions by id
 def asking(original: Op) -> Op:
-    """`original`, a function that asks no subclass: a call with a DTensor among its arguments is dispatched."""
+    """Wrap `original`, a function that asks no subclass: a call with a DTensor is dispatched."""
 
     @wraps(original)
     def function(*args: object, **kwargs: object) -> object:
@@ -47,7 +47,7 @@ def asking(original: Op) -> Op:
 
 
 def refusing(what: str, method: Op) -> Op:
-    """`method`, refusing DTensors, also in lists; no rule is found by it, because parts of torch exchange it."""
+    """`method`, refusing DTensors, also in lists. No rule is found by it, because parts of torch replace it."""
     original = getattr(method, "__func__", method)
 
     @wraps(original)
@@ -69,18 +69,18 @@ def refuse_in_trace(proceed: object, func: Op, args: Args, kwargs: Kwargs) -> No
 
 
 def of_dtensor(*gradients: object) -> None:
-    """A hook that does nothing: it says that a node of the graph was read as the `grad_fn` of a DTensor."""
+    """A hook that does nothing: it marks a node of the graph as the `grad_fn` of a DTensor."""
 
 
 def refusing_hooks(register: Op) -> object:
-    """`_register_hook`, to which every hook of a node comes, refusing the user's for nodes that have `of_dtensor`."""
+    """`_register_hook`, which every hook of a node calls; refuses user hooks on nodes with `of_dtensor`."""
 
     @wraps(register)
     def function(hooks: dict[int, object] | None, hook: object) -> object:
         if hooks and of_dtensor in hooks.values():
             if hook is of_dtensor:
                 return hooks, None
-            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "shardwise.")):  # which pass gradients on
+            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "shardwise.")):  # these pass gradients on
                 raise RuleError(
                     "A hook of the grad_fn of a DTensor would get local gradients. "
                     "Fix: register_hook() of the DTensor, or full backward hooks of the module."
@@ -92,7 +92,7 @@ def refusing_hooks(register: Op) -> object:
 
 @cache
 def taking_numbers(original: Op) -> Op:
-    """`original` with 0-d DTensors as the numbers that they hold; C++ would read them from the local tensors."""
+    """`original` with 0-d DTensors converted to numbers; C++ would read local tensors."""
     first = original.__name__ in ("full_like", "new_full")  # arguments that are not numbers
 
     def number(x: object) -> object:
@@ -139,7 +139,7 @@ class TensorData(property):
 
 
 def data_of_alike(original: GetSetDescriptorType) -> TensorData:
-    """`Tensor.data`, whose setter refuses a DTensor as the data of a plain tensor; reading it costs nothing more."""
+    """`Tensor.data`, whose setter refuses a DTensor as the data of a plain tensor; reading costs nothing more."""
 
     def write(x: Tensor, value: Tensor) -> None:
         if type(value) is DTensor and type(x) is not DTensor and _dispatches():
@@ -154,7 +154,7 @@ def data_of_alike(original: GetSetDescriptorType) -> TensorData:
 
 
 def _in_place_of(original: Op, function: Op) -> Op:
-    """`function` with the place in torch that `original` has: pickling and TorchScript find functions by it."""
+    """`function` with the name and module of `original`: pickling and TorchScript find functions by them."""
     if getattr(torch, original.__name__, None) is original:
         function.__module__, function.__qualname__ = "torch", original.__name__
     known = names_in_scripts._builtin_table or {}  # None until a function is scripted
@@ -185,7 +185,7 @@ def asarray(
     obj: Tensor, *, dtype: Dtype = None, device: Device = None, copy: bool | None = None,
     requires_grad: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """`obj` itself where torch shares its memory, with its history unless `requires_grad` is given."""
+    """`obj` itself if torch shares its memory, with its history unless `requires_grad` is given."""
     made = as_tensor(obj, dtype, device)
     if made is not obj and copy is False:
         raise ValueError("can't alias a tensor with another dtype or on another device")

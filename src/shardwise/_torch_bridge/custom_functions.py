@@ -36,7 +36,7 @@ def _layouts(values: Any) -> Layouts:
 
 
 class _Context:
-    """The `ctx` of a user's backward: the real one, but saved tensors are the DTensors that were saved."""
+    """The `ctx` of a user's backward: the real one, but saved tensors are the original DTensors."""
 
     def __init__(self, ctx: Any) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -53,7 +53,7 @@ class _Context:
 
 
 def _unpacked(saved: Sequence[object], layouts: Layouts) -> list[object]:
-    """Saved tensors as the DTensors that they were; torch unpacks a subclass as a new plain tensor."""
+    """Saved tensors as the original DTensors; torch unpacks a subclass as a new plain tensor."""
     with DisableTorchFunctionSubclass():
         return [
             tag(x, layout) if layout is not None and isinstance(x, Tensor) and type(x) is not DTensor else x
@@ -114,7 +114,7 @@ def _on_dtensors(cls: type[Function], has_gradients: bool) -> type[Function]:
 
 
 def _reduced(x: object) -> object:
-    """Without a pending maximum, minimum or product: the gradients of one rank's values are not those of the result."""
+    """Reduce Partial maxima, minima and products: gradients of one rank's values are not those of the result."""
     if type(x) is not DTensor:
         return x
     pending = {p.reduce_op for p in x.placements if isinstance(p, Partial)} - {"sum", "avg"}
@@ -122,7 +122,7 @@ def _reduced(x: object) -> object:
 
 
 def _local_gradients(grads: Sequence[Any], of: Layouts) -> tuple[Any, ...]:
-    """The local gradients of tensors of these layouts, from what a user's backward or hook returned for them."""
+    """The local gradients of tensors of these layouts, from the results of a user's backward or hook."""
 
     def local(grad: Any, layout: Layout | None) -> Any:
         if not isinstance(grad, Tensor):
@@ -137,7 +137,7 @@ def _local_gradients(grads: Sequence[Any], of: Layouts) -> tuple[Any, ...]:
 
 
 def _hooks_on_locals() -> AbstractContextManager[object]:
-    """Saved-tensor hooks get local tensors inside, as in ops: a tensor that they unpack has no layout of its own."""
+    """Saved-tensor hooks get local tensors inside, as in ops: a tensor that they unpack has no layout."""
     hooks = top_hooks(True)
     if hooks is None:
         return nullcontext()
@@ -185,7 +185,7 @@ def _hook_on_locals(hook: Callable[..., Any], layouts: Layouts) -> Callable[...,
 
 
 def apply_with_dtensors(original: Any) -> Any:
-    """`apply` of `Function` or its base, aware of DTensors; `original` is the class method of C++ that it has."""
+    """`apply` of `Function` or its base, aware of DTensors; `original` is its C++ class method."""
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_torch_function_enabled() or not any(
@@ -201,7 +201,7 @@ def apply_with_dtensors(original: Any) -> Any:
     def may_get_node(cls: type[Function], x: object) -> bool:
         """Whether a user's Function of a plain `x` gets a backward, which may get gradients of DTensors.
 
-        Its forward may return one, such as the reentrant checkpoint of a layer with DTensor parameters.
+        Its forward may return a DTensor, such as the reentrant checkpoint of a layer with DTensor parameters.
         """
         needs_grad = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
         return needs_grad and not issubclass(cls, TensorFunction | of_modules.BackwardHookFunction)
@@ -210,7 +210,7 @@ def apply_with_dtensors(original: Any) -> Any:
 
 
 def saving_layouts(original: Callable[..., None]) -> Callable[..., None]:
-    """`save_inputs` of a checkpoint, which recomputes with the DTensors that were saved.
+    """`save_inputs` of a checkpoint, which recomputes with the saved DTensors.
 
     Inside other saved-tensor hooks torch unpacks plain tensors.
     """

@@ -45,13 +45,13 @@ def module_mesh(module: nn.Module, device_mesh: Mesh | DeviceMesh | None) -> Mes
 def derived_class(
     cls: type[nn.Module], prefix: str, bases: tuple[type, ...], attributes: Mapping[str, object]
 ) -> type[nn.Module]:
-    """A class of a sharded module, named after the one that the module had before."""
+    """A class of a sharded module, named after the module's earlier class."""
     about = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_class_before": cls}
     return type(f"{prefix}{cls.__name__}", bases, {**about, **attributes})
 
 
 def class_before(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that a module had before it was sharded."""
+    """The class of a module before it was sharded."""
     before = vars(cls).get("_class_before")
     return cls if before is None else class_before(before)
 
@@ -59,7 +59,7 @@ def class_before(cls: type[nn.Module]) -> type[nn.Module]:
 def refuse_torch_hooks(module: nn.Module) -> None:
     """Raise if torch's `parallelize_module` or `distribute_module` put hooks on `module` or inside it.
 
-    They make DTensors of torch of what goes in and out, also after the parameters became DTensors of shardwise.
+    They convert inputs and outputs to DTensors of torch, also after the parameters became DTensors of shardwise.
     """
     for path, child in module.named_modules():
         hooks = (*child._forward_pre_hooks.values(), *child._forward_hooks.values())
@@ -76,7 +76,7 @@ def refuse_torch_hooks(module: nn.Module) -> None:
 def resolve(
     patterns: Iterable[str], names: Sequence[str], kind: str, others: Sequence[str] = ()
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """The names that each pattern matches, and an error for each pattern that matches none.
+    """The names that each pattern matches, and an error for each pattern without a match.
 
     Each component of a glob matches one component of a name; `**` any number of them. "layers.*.weight" matches
     "layers.0.weight", not "layers.0.linear.weight"; "layers.**.weight" matches both.
@@ -91,7 +91,7 @@ def resolve(
 
 
 def _of_other_kind(pattern: str, names: Sequence[str], kind: str, others: Sequence[str]) -> str:
-    """The error for a pattern that names a module where parameters are expected, or the reverse; "" for others."""
+    """The error for a pattern that names a module instead of parameters, or the reverse; "" for others."""
     found = next((name for name in others if _matches(pattern, name)), None)
     if found is None:
         return ""
@@ -140,7 +140,7 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> str:
 
 
 def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """All names of each parameter, by every one of them."""
+    """All names of each parameter, by each of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in named.items():
         names.setdefault(id(parameter), []).append(name)
@@ -148,12 +148,12 @@ def names_of_each(named: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def label(names: Iterable[str]) -> str:
-    """All names of a tied parameter in an error, which `refuse` then lists once."""
+    """All names of a tied parameter in an error, which `refuse` lists once."""
     return " and ".join(names)
 
 
 def conflicting_ties(named: Mapping[str, Tensor], assigned: Mapping[str, object]) -> list[str]:
-    """An error for each tied parameter whose names are assigned different layouts."""
+    """An error for each tied parameter whose names have different layouts."""
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(x), name), name) for name, x in named.items() if name in assigned]
     return [
@@ -173,10 +173,10 @@ def refuse(problems: Iterable[str]) -> None:
 def agree_on_plan(
     plan: Iterable[tuple[str, object]], named: Mapping[str, Tensor], ranks: Iterable[int], **facts: object
 ) -> None:
-    """Raise the same `MismatchError` on all `ranks` if they pass different plans.
+    """Raise one `MismatchError` on all `ranks` if they pass different plans.
 
-    Call it before anything else, so that a plan that is wrong on one rank only is the same error on all. The dtypes,
-    shapes and meta devices of `named` are compared, too, and other facts, as JSON.
+    Call it before anything else, so that a plan that is wrong on one rank only is one error on all. The dtypes, shapes
+    and meta devices of `named` are compared, too, and other facts, as JSON.
     """
     members = tuple(sorted(ranks))
     if collectives.rank() not in members:
@@ -193,7 +193,7 @@ def agree_on_plan(
         for name, x in named.items()
     }
     compared |= {what: ", ".join(texts) for what, texts in entries.items()}
-    compared |= {"order of the plan": order} | facts  # of two globs, the later one wins
+    compared |= {"order of the plan": order} | facts  # the later of two globs wins
     fix = "pass the same module, plan and source rank on every rank."
     collectives.agree("the sharding plan", compared, members, fix)
 
@@ -202,7 +202,7 @@ def agree_on_plan(
 
 
 def owners_of(module: nn.Module, named: Mapping[str, object]) -> dict[str, Owners]:
-    """The owners of each of `named`; all names of a tied parameter or shared module have the same list."""
+    """The owners of each of `named`; all names of a tied parameter or shared module have one list."""
     owners: dict[int, Owners] = {}
     for name, value in named.items():
         path, _, attribute = name.rpartition(".")
@@ -220,13 +220,13 @@ def assign(owners: Owners, value: object) -> None:
 def replace_parameters(module: nn.Module, layouts: Mapping[str, Layout], src_rank: int | None) -> None:
     """Turn the parameters that `layouts` names into DTensors, in place; tied parameters stay tied.
 
-    Submodules on the meta device are materialised if all their own parameters are named. Those without
-    `reset_parameters()` have NaN, which their first forward refuses.
+    Submodules on the meta device are materialised if all their own parameters are named. Parameters of modules without
+    `reset_parameters()` become NaN, which their first forward refuses.
     """
     named = named_parameters(module)
     refuse_hooks(named, [name for name, layout in layouts.items() if not _has_layout(named[name], layout)])
     owners = owners_of(module, named)
-    first = {id(named[name]): name for name in reversed([*layouts])}  # of the names of a tied parameter
+    first = {id(named[name]): name for name in reversed([*layouts])}  # first name of each tied parameter
     with torch.no_grad():
         for name, layout in layouts.items():
             parameter = named[name]
@@ -241,18 +241,18 @@ def _has_layout(parameter: Tensor, layout: Layout) -> bool:
 
 
 def refuse_hooks(named: Mapping[str, nn.Parameter], replaced: Iterable[str]) -> None:
-    """Raise if users registered hooks on parameters that are to be replaced: they would not run for the new ones."""
+    """Raise if users registered hooks on parameters that are to be replaced: new ones would not run them."""
     names = names_of_each(named)
     refuse(
         f"{label(names[name])}: its hooks would not run. Fix: register them afterwards, on the new parameter."
         for name in replaced
         for hooks in (named[name]._backward_hooks, named[name]._post_accumulate_grad_hooks)
-        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # that of every DTensor that is trained
+        if any(hook is not add_to_pending for hook in (hooks or {}).values())  # every trained DTensor has this one
     )
 
 
 def share_buffers(modules: Iterable[nn.Module], mesh: Mesh, src_rank: int | None) -> None:
-    """Let the plain buffers of `modules` have the values of the rank whose parameters are used, on all of `mesh`."""
+    """Copy the plain buffers of `modules` on all of `mesh` from the rank whose parameters are used."""
     if src_rank is None or collectives.rank() not in mesh.ranks:
         return
     shared = {id(b): b for owner in modules for b in owner._buffers.values() if type(b) is Tensor and not b.is_meta}
@@ -263,7 +263,7 @@ def share_buffers(modules: Iterable[nn.Module], mesh: Mesh, src_rank: int | None
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
-    """The layout of a parameter that is distributed, also of one that is a DTensor of torch."""
+    """The layout of a distributed parameter, also of a DTensor of torch."""
     if is_torch_dtensor(parameter):
         return torch_layout(collectives.as_mesh(parameter.device_mesh), parameter.placements, parameter.shape)
     return parameter._layout if isinstance(parameter, DTensor) else None
@@ -323,7 +323,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _refuse_nan(path: str, module: nn.Module, _: object) -> None:
-    """The first forward of a module whose parameters had no values when they were sharded."""
+    """A hook for the first forward of a module whose parameters had no values when they were sharded."""
     with torch.no_grad():
         unset = [name for name, p in module._parameters.items() if p is not None and bool(plain(p).isnan().any())]
     if unset:

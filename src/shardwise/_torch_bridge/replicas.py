@@ -1,8 +1,8 @@
-"""Wrappers of data parallelism take the parameters of all ranks for copies of one tensor; shards are none.
+"""Wrappers of data parallelism take the parameters of all ranks for copies of one tensor; shards are not copies.
 
 `DistributedDataParallel`, which `accelerate` and the Trainer of transformers apply by themselves, works in C++, which
-sees local tensors; `fully_shard` keeps one chunk of each parameter per rank. Over ranks that hold other boxes they
-would mix the shards. The same holds for the plain parameters of `local_parameters`.
+sees local tensors. `fully_shard` keeps one chunk of each parameter per rank. Over ranks with different boxes they would
+mix the shards. This also holds for the plain parameters of `local_parameters`.
 """
 
 import warnings
@@ -34,17 +34,17 @@ FULL = (
 )
 # The registry of `warnings`, for one warning of a line, such as that of a loop over blocks.
 _shown: dict[str | tuple[str, type[Warning], int], int] = {}
-_SHARD_OF = "_shardwise_shard_of"  # of a plain parameter that is a local shard: its name and layout
+_SHARD_OF = "_shardwise_shard_of"  # attribute of a plain parameter that is a local shard: its name and layout
 
 
 def note_local_shard(parameter: nn.Parameter, name: str, layout: Layout) -> None:
-    """Remember that a plain parameter is a local shard, for `check_replicas`."""
+    """Record that a plain parameter is a local shard, for `check_replicas`."""
     vars(parameter)[_SHARD_OF] = name, layout
 
 
 def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
-    """Raise the same error on all ranks of the group unless they hold the same boxes of each DTensor."""
-    named: list[tuple[str, Layout]] = []  # of the tensors that are local shards
+    """Raise one error on all ranks of the group unless they hold equal boxes of each DTensor."""
+    named: list[tuple[str, Layout]] = []  # tensors that are local shards
     for i, x in enumerate(tensors):
         if type(x) is DTensor:
             named.append((x._name or f"number {i}", x._layout))
@@ -70,7 +70,7 @@ def check_replicas(tensors: Iterable[Tensor], process_group: object) -> None:
 
 
 def reduced_by(wrapper: nn.parallel.DistributedDataParallel) -> tuple[list[Tensor], object]:
-    """The parameters of which `DistributedDataParallel` averages gradients, and its group."""
+    """The parameters whose gradients `DistributedDataParallel` averages, and its group."""
     named, ignored = wrapper.module.named_parameters(), wrapper.parameters_to_ignore
     return [x for name, x in named if x.requires_grad and name not in ignored], wrapper.process_group
 

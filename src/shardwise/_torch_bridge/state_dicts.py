@@ -1,4 +1,4 @@
-"""State dicts and checkpoints in torch's tools: what is loaded keeps the sharding of what is there.
+"""State dicts and checkpoints in torch's tools: loaded values keep the sharding of the present ones.
 
 DTensors of torch that are loaded become DTensors of shardwise, or the reverse. `get_model_state_dict` gathers and
 offloads, and `torch.distributed.checkpoint.async_save` stages.
@@ -28,7 +28,7 @@ Load = Callable[Concatenate[nn.Module, dict[str, object], str, dict[str, object]
 
 
 def keeping_layouts(original: Load[P]) -> Load[P]:
-    """`Module._load_from_state_dict`, of a state whose tensors are converted to what the module has in their place."""
+    """`Module._load_from_state_dict`, of a state whose tensors are converted to the kind of the module's."""
 
     @wraps(original)
     def load(
@@ -77,9 +77,9 @@ def _converted_to(like: Tensor | None, value: Tensor, what: str) -> Tensor:
 
 
 def sharding_states(original: "staticmethod[..., Tensor]") -> "staticmethod[..., Tensor]":
-    """`Optimizer._process_value_according_to_param_policy`, which makes a state of its parameter's dtype and device.
+    """`Optimizer._process_value_according_to_param_policy`, which gives a state its parameter's dtype and device.
 
-    A state with the shape of its parameter gets the sharding of that as well; others become plain.
+    A state with the shape of its parameter also gets its sharding; others become plain.
     """
     convert = original.__func__
 
@@ -110,7 +110,7 @@ def with_dtensors(original: Op) -> Op:
         return original(value, *functions, *args, **kwargs)
 
     def convert(x: DTensor, dtensor_func: Op, tensor_func: Op, options: dict[str, object]) -> Tensor:
-        """What torch would make of a DTensor of its own."""
+        """Convert a DTensor as torch would convert its own."""
         if getattr(dtensor_func, "__name__", "") == "_identity_func":
             return x
         if getattr(tensor_func, "__name__", "") == "_identity_func":  # it gathers DTensors
@@ -159,12 +159,12 @@ def local_boxes(x: DTensor) -> list[tuple[Box, Tensor]]:
 
 
 def create_write_items(x: DTensor, fqn: str, object: DTensor) -> list[Any]:
-    """One item a box. Replicas write the same items, of which torch keeps one."""
+    """One item a box. Replicas write equal items, of which torch keeps one."""
     return collectives.write_items(fqn, plain(x.detach()), x._layout.shape, [box for box, _ in local_boxes(x)])
 
 
 def shard_at(index: Any, held: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    """The shard that torch's `MetadataIndex` refers to, outside of autograd."""
+    """The shard at torch's `MetadataIndex`, outside of autograd."""
     for box, shard in held:
         if tuple(index.offset) == box.offsets and box.numel:
             return shard.detach()

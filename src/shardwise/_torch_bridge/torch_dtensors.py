@@ -23,8 +23,8 @@ def from_torch_dtensor(x: TorchDTensor) -> DTensor:
     """A DTensor of torch as one of shardwise on the same mesh, sharing its storage; gradients flow back to it.
 
     Args:
-        x: a DTensor of `torch.distributed.tensor`, unevenly sharded too. A `_StridedShard`, as `fully_shard` makes, is
-            a Shard with another `shard_order`.
+        x: a DTensor of `torch.distributed.tensor`, also unevenly sharded. A `_StridedShard` of `fully_shard` becomes a
+            Shard with another `shard_order`.
 
     Raises:
         LayoutError: something else, or a `_StridedShard` that is not an order of the axes.
@@ -33,7 +33,7 @@ def from_torch_dtensor(x: TorchDTensor) -> DTensor:
 
 
 def converted(x: object) -> Any:
-    """`x`; a DTensor of torch as one of shardwise, and a parameter as a parameter with the same storage."""
+    """`x`, or a DTensor of torch as one of shardwise; a parameter becomes a parameter that shares its storage."""
     if not is_torch_dtensor(x):
         return x
     if isinstance(x, nn.Parameter):
@@ -46,11 +46,11 @@ def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Te
     """This tensor as a DTensor of torch, sharing its storage; gradients flow back to it.
 
     Args:
-        device_mesh: torch's mesh with the ranks and axes of this one; None is the one it was made with.
+        device_mesh: torch's mesh with the ranks and axes of this one; None: the mesh it was made with.
 
     Raises:
         LayoutError: torch has no placements for this layout, such as given sizes.
-        MeshError: no DeviceMesh is known, or another one is given.
+        MeshError: no DeviceMesh is known, or a different one is given.
     """
     layout = self._layout
     mesh = collectives.device_mesh(layout.mesh) if device_mesh is None else device_mesh
@@ -70,7 +70,7 @@ def to_torch_dtensor(self: DTensor, device_mesh: DeviceMesh | None = None) -> Te
 
 
 def _split_factors(layout: Layout) -> list[int]:
-    """The number of shards of each axis into which axes to its right have divided its dim before."""
+    """The number of shards, for each axis, into which axes to its right have divided its dim before."""
     dims = [getattr(placement, "dim", None) for placement in layout.placements]
     factors = _factors(layout.mesh, dims, layout.shard_order)
     for dim in {dim for dim, factor in zip(dims, factors, strict=True) if factor > 1 and dim is not None}:
@@ -94,8 +94,8 @@ def _factors(mesh: Mesh, dims: Sequence[int | None], order: Sequence[int]) -> li
 def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequence[int]) -> Layout:
     """The layout of a DTensor of torch.
 
-    A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides what axes to its right
-    have divided before into n shards.
+    A `_StridedShard` with `split_factor` n, which `fully_shard` makes of a sharded dim, divides a dim that axes to its
+    right have divided into n shards.
     """
     factors = [getattr(p, "split_factor", 1) for p in placements]
     pairs = list(zip(placements, factors, strict=True))
@@ -117,8 +117,8 @@ def torch_layout(mesh: Mesh, placements: Sequence[TorchPlacement], shape: Sequen
 def from_torch(x: TorchDTensor, layout: Layout, what: str) -> DTensor:
     """A DTensor of torch on the mesh of `layout`, without history; `what` names it in errors.
 
-    Local shards are used where both meshes have the same ranks. Otherwise it is gathered first: with torch's tensor
-    parallelism each group of ranks has a mesh of its own.
+    If both meshes have equal ranks, local shards are used. Otherwise it is gathered first: with torch's tensor
+    parallelism each group of ranks has its own mesh.
     """
     x = x.detach()
     if x.is_meta or collectives.as_mesh(x.device_mesh).sorted_ranks != layout.mesh.sorted_ranks:

@@ -1,4 +1,4 @@
-"""Everything that shardwise changes in torch: one table of what torch does not ask a subclass about, and the answers.
+"""All changes of torch by shardwise: one table of functions that ask no subclass, and their replacements.
 
 `install` runs before the first DTensor of the process is made, not on import; `uninstall` undoes it. The page
 docs/reference/torch-patches.md is made from the table.
@@ -218,7 +218,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Apply all patches. Runs by itself before the first DTensor; a second call does nothing."""
+    """Apply all patches. Runs before the first DTensor; a second call does nothing."""
     if _undo:
         return
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
@@ -244,7 +244,7 @@ def _apply(patch: Patch, originals: list[tuple[Any, str, Any]]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules that have patches as the other finders do, and applies these after their import."""
+    """Finds modules with patches as the other finders do, and applies the patches after their import."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self.patches = patches
@@ -274,7 +274,7 @@ class _Subclass(Tensor):
 
 
 def _check_silent_names() -> None:
-    """Try what no error would show if torch stopped doing it."""
+    """Check behaviour of torch whose loss would cause no error."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)

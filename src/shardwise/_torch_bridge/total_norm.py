@@ -1,6 +1,6 @@
-"""The total norm that torch clips gradients by: over all DTensors of a mesh in one exchange, and over nested meshes.
+"""The total norm for gradient clipping: over all DTensors of a mesh in one exchange, and over nested meshes.
 
-Ranks that have other parameters on meshes of their own would clip what they share by different factors: an error.
+Ranks with other parameters on their own meshes would clip shared ones by different factors: an error.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,10 +38,10 @@ def total_norm_in_one_exchange(original: Callable[..., Tensor]) -> Callable[...,
 
 
 def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
-    """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is part of them all.
+    """Whether all are DTensors, some on one mesh and others on meshes within it, and every rank is in all meshes.
 
-    So it is where `fully_shard` was given `mesh["dp"]` and some parameters are DTensors on `mesh["tp"]`. Ranks see
-    other meshes than their neighbors, so they decide together.
+    An example is `fully_shard` on `mesh["dp"]` with some parameters that are DTensors on `mesh["tp"]`. Ranks see other
+    meshes than their neighbors, so they decide together.
     """
     if not all(type(x) is DTensor for x in tensors):
         return False
@@ -56,7 +56,7 @@ def _on_nested_meshes(tensors: Sequence[Any]) -> bool:
 
 
 def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
-    """The total norm; each rank counts what is on its meshes. Replicated on the largest.
+    """The total norm; each rank counts tensors on its meshes. Replicated on the largest.
 
     Raises:
         MismatchError: ranks have different norms, so they would clip replicas differently.

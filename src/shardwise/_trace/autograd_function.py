@@ -1,4 +1,4 @@
-"""The base class of this library's autograd functions, and what they are passed."""
+"""The base class of this library's autograd functions, and their context."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Context(Protocol):
-    """What `forward` keeps for `backward`: tensors, and other values in `args`."""
+    """The values that `forward` keeps for `backward`: tensors, and others in `args`."""
 
     args: Any
     saved_tensors: tuple[Tensor, ...]

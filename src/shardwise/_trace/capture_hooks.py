@@ -1,4 +1,4 @@
-"""How graph capture treats the calls of this library: traced, or kept as one opaque call of the graph.
+"""Graph capture of calls of this library: traced, or one opaque call of the graph.
 
 A tracer sees local aten ops by itself. A function that communicates, draws a seed or reads values is decorated with
 `allow_in_graph`: the graph has one opaque call of it, and every replay runs it again with new operands.
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Tracer(Protocol):
-    """What traces this thread; `paused` while it lets calls run untraced."""
+    """The tracer of this thread; `paused` while calls run untraced."""
 
     paused: bool
 
@@ -33,7 +33,7 @@ class Tracer(Protocol):
         ...
 
     def check_method(self, name: str, x: "Tensor") -> None:
-        """Guard the values of `x` if its method of C++ with this name reads them; raise if no guard can."""
+        """Guard the values of `x` if its C++ method of this name reads them; raise if no guard can."""
         ...
 
     def not_capturable(self, what: str) -> None:
@@ -50,7 +50,7 @@ current = _Current()
 
 @contextmanager
 def traced_by(tracer: Tracer) -> Iterator[None]:
-    """Let `tracer` see the calls of this thread."""
+    """Trace the calls of this thread with `tracer`."""
     current.tracer = tracer
     try:
         yield
@@ -73,10 +73,10 @@ def allow_in_graph(function: Callable[P, T]) -> Callable[P, T]:
 def allow_in_graph_with_backward(function: "Callable[P, Tensor]", *, any_sizes: bool = False) -> "Callable[P, Tensor]":
     """A data-dependent differentiable function: one opaque call for its forward and one for its backward.
 
-    If it writes a tensor, that counts in the `_version` of the tensor.
+    A write to a tensor counts in the `_version` of the tensor.
 
     Args:
-        any_sizes: whether its result has the same shape for jagged tensors of any number of ids.
+        any_sizes: whether its result has one shape for jagged tensors of any number of ids.
     """
 
     @wraps(function)
@@ -94,7 +94,7 @@ class RunsInReplays:
 
 @contextmanager
 def tracing_paused() -> Iterator[None]:
-    """What runs inside is not part of a captured graph."""
+    """Calls inside are not part of a captured graph."""
     tracer = current.tracer
     if tracer is None:
         yield
@@ -107,7 +107,7 @@ def tracing_paused() -> Iterator[None]:
 
 
 def not_capturable(what: str) -> None:
-    """Called where something happens that a replay could not repeat; raises while this thread is traced."""
+    """Raise while this thread is traced: a replay could not repeat what happens here."""
     if current.tracer is not None:
         current.tracer.not_capturable(what)
 

@@ -1,8 +1,8 @@
 """Communication trace: every redistribution and collective of a rank, with its cause and its bytes.
 
-In a low layer, because redistributions and collectives report here. While nobody listens nothing is computed, and no
-stack is read. All threads of a process are one rank, including those in which autograd runs the backward of an
-accelerator; a thread that is a simulated rank has listeners of its own.
+In a low layer, because redistributions and collectives report here. Without listeners nothing is computed, and no stack
+is read. All threads of a process are one rank, including those in which autograd runs the backward of an accelerator; a
+thread that is a simulated rank has its own listeners.
 """
 
 import threading
@@ -25,16 +25,16 @@ Kind = Literal["explicit", "operand", "no rule", "gradient", "internal"]
 
 
 class Cause(NamedTuple):
-    """Why a tensor is redistributed. Kept by its autograd node, so that backward can report it as well.
+    """The reason of a redistribution. Kept by its autograd node, so that backward can report it as well.
 
     Args:
-        op: what the user called.
-        operand: which operand, by name or number.
-        why: the reason that the rows give, or why there are none.
+        op: the op that the user called.
+        operand: its operand, by name or number.
+        why: the reason from the rows, or why there are none.
         backward: a gradient is redistributed because its tensor was in forward.
-        call_site: where the user called the op, if anybody listened then; else where backward was called.
-        group_total: if several groups of a mesh do the same side by side: all their ranks, and the bytes of all, or
-            None if no listener wants them.
+        call_site: the line of user code that called the op, if recorded; else the line that called backward.
+        group_total: if several groups of a mesh do this side by side: all their ranks, and the bytes of all, or None if
+            no listener wants them.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Cause(NamedTuple):
 
     @property
     def implicit(self) -> bool:
-        """Whether the user did not call for it."""
+        """Whether the library communicates without a user's call for it."""
         return self.kind in ("operand", "no rule", "gradient")
 
     def for_backward(self) -> "Cause":
@@ -69,12 +69,11 @@ class CommEvent:
     """One redistribution, or one exchange inside an op, as known before anything is sent.
 
     Args:
-        src, dst: of the redistributed tensor, in backward its gradient; None for an exchange inside an op, and for
-            gradients that are reduced together.
-        ranks: those that take part, ascending.
-        sent_bytes: what this rank sends to others.
-        total_bytes: what all of `ranks` send together; None if a rank knows its own share only, or no listener wants
-            it.
+        src, dst: layouts of the redistributed tensor, in backward its gradient; None for an exchange inside an op, and
+            for gradients that are reduced together.
+        ranks: participating ranks, ascending.
+        sent_bytes: bytes that this rank sends to others.
+        total_bytes: bytes that all `ranks` send together; None if a rank knows only its own, or no listener wants them.
     """
 
     cause: Cause
@@ -89,7 +88,7 @@ class CommEvent:
 
 
 class Purpose(NamedTuple):
-    """What collectives are called for: a redistribution, or an exchange inside an op, which has no layouts."""
+    """The purpose of collectives: a redistribution, or an exchange inside an op, which has no layouts."""
 
     cause: Cause
     src: Layout | None = None
@@ -103,19 +102,19 @@ class Purpose(NamedTuple):
 
 
 class Listener:
-    """Gets everything that a rank sends while it listens; a subclass overrides what it needs."""
+    """Gets all communication of a rank while it listens; a subclass overrides the methods that it needs."""
 
     wants_call_sites = False  # a walk up the stack for every event
-    wants_totals = False  # what all ranks send together
+    wants_totals = False  # bytes that all ranks send together
 
     def check(self, event: CommEvent) -> None:
-        """Called before anything is sent; may raise, the same on all of `event.ranks`."""
+        """Called before anything is sent; may raise, with one error on all of `event.ranks`."""
 
     def record(self, event: CommEvent) -> None:
         """Called before anything is sent, if no listener's check raised."""
 
     def collective(self, kind: str, sent_bytes: int, event: CommEvent | None) -> None:
-        """A collective, what this rank sends in it, and the event that it is part of, if any."""
+        """Called for a collective, with the bytes that this rank sends, and its event, if any."""
 
 
 class _RankState:
@@ -134,13 +133,13 @@ current = _Local()  # read in every collective, where a call would cost more
 
 
 def rank_of_thread() -> _RankState:
-    """The rank that this thread is or belongs to."""
+    """The rank to which this thread belongs."""
     return current.rank
 
 
 @contextmanager
 def as_rank(rank: _RankState) -> Iterator[None]:
-    """Let this thread belong to a rank."""
+    """Make this thread belong to a rank."""
     before, current.rank = current.rank, rank
     try:
         yield
@@ -149,18 +148,18 @@ def as_rank(rank: _RankState) -> Iterator[None]:
 
 
 def separate_rank() -> AbstractContextManager[None]:
-    """Let this thread be a rank of its own."""
+    """Make this thread a rank of its own."""
     return as_rank(_RankState())
 
 
 def listening() -> bool:
-    """Whether anybody listens to this rank."""
+    """Whether this rank has listeners."""
     return bool(current.rank.listeners)
 
 
 @contextmanager
 def listening_with(listener: Listener) -> Iterator[None]:
-    """Let `listener` listen to this rank, forward and backward."""
+    """Add `listener` to this rank, forward and backward."""
     rank = current.rank
     rank.listeners = (*rank.listeners, listener)
     try:
@@ -171,7 +170,7 @@ def listening_with(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nobody listens to this rank inside: for what a debugging tool itself sends."""
+    """Remove all listeners inside: for the communication of debugging tools."""
     rank = current.rank
     before, rank.listeners = rank.listeners, ()
     try:
@@ -181,12 +180,12 @@ def muted() -> Iterator[None]:
 
 
 def wants_totals() -> bool:
-    """Whether a listener wants to know what all ranks send together."""
+    """Whether a listener wants the bytes of all ranks together."""
     return any(listener.wants_totals for listener in current.rank.listeners)
 
 
 def with_call_site(cause: Cause) -> Cause:
-    """`cause` with the line of the user's code, if a listener wants it."""
+    """`cause` with the line of user code, if a listener wants it."""
     if cause.call_site is not None or not any(listener.wants_call_sites for listener in current.rank.listeners):
         return cause
     return cause._replace(call_site=call_site())
@@ -197,7 +196,7 @@ def emitting(event: CommEvent) -> Iterator[None]:
     """Report an event; the collectives called inside are part of it.
 
     Raises:
-        Exception: what the check of a listener raises; then nobody has recorded the event.
+        Exception: the error of a listener's check; then nobody has recorded the event.
     """
     rank = current.rank
     for listener in rank.listeners:
@@ -212,14 +211,14 @@ def emitting(event: CommEvent) -> Iterator[None]:
 
 
 def set_purpose(purpose: Purpose | None) -> Purpose | None:
-    """Set what the next collectives of this rank are for; return what was set before, for the caller to restore."""
+    """Set the purpose of the next collectives of this rank. Returns the earlier one, for the caller to restore."""
     rank = current.rank
     before, rank.purpose = rank.purpose, purpose
     return before
 
 
 def send(purpose: Purpose, event: Callable[[], CommEvent], run: Callable[[], T]) -> T:
-    """Call `run`, whose collectives are for this purpose, and report the event that they are part of to listeners.
+    """Call `run`, whose collectives have this purpose, and report their event to listeners.
 
     A function, because a `contextmanager` takes 0.8 µs more for each collective.
     """
@@ -235,12 +234,12 @@ def send(purpose: Purpose, event: Callable[[], CommEvent], run: Callable[[], T])
 
 
 def current_event() -> CommEvent | None:
-    """The event that this rank is in; known only while somebody listens."""
+    """The event of this rank; known only while it has listeners."""
     return current.rank.event
 
 
 def record_collective(kind: str, sent_bytes: int) -> None:
-    """Report one collective and what this rank sends in it."""
+    """Report one collective and the bytes that this rank sends in it."""
     rank = current.rank
     for listener in rank.listeners:
         listener.collective(kind, sent_bytes, rank.event)
@@ -251,7 +250,7 @@ def record_collective(kind: str, sent_bytes: int) -> None:
 
 @dataclass
 class CommCounts(Listener):
-    """Collectives of one rank and the bytes it sent to others, by kind, its implicit redistributions, and the aten ops
+    """Collectives of one rank and the bytes it sent to others, by kind; its implicit redistributions; and the aten ops
     that gathered an operand to run replicated (the fallback)."""
 
     calls: dict[str, int] = field(default_factory=dict)

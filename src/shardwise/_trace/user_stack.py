@@ -34,13 +34,13 @@ class StackFrame:
 
     @property
     def is_user_code(self) -> bool:
-        """Whether it is code of neither shardwise, torch nor the standard library."""
+        """Whether it is not code of shardwise, torch or the standard library."""
         in_stdlib = self.file.startswith(_STDLIB) and not self.file.startswith(_INSTALLED)
         return not in_stdlib and not self.file.startswith((*_MACHINERY, "<"))
 
     @property
     def short(self) -> str:
-        """Without the folders of the file, which differ between hosts."""
+        """The text without the folders of the file, which differ between hosts."""
         return f"{Path(self.file).name}:{self.line} in {self.function}"
 
     def __str__(self) -> str:
@@ -68,13 +68,13 @@ _traced_in: set[CodeType] = set()
 
 
 def traced_inside(function: Callable[P, T]) -> Callable[P, T]:
-    """A function inside which graph capture traces. What it calls then has the call sites that it has in a replay."""
+    """A function inside which graph capture traces. Its calls have the call sites of a replay."""
     _traced_in.add(function.__code__)
     return function
 
 
 def _outside_of_trace(frame: FrameType | None) -> FrameType | None:
-    """Where a replay would be called: one rank may replay what another one traces."""
+    """The frame that would call a replay: one rank may replay what another traces."""
     at = frame
     while at is not None and at.f_code not in _traced_in:
         at = at.f_back
@@ -82,7 +82,7 @@ def _outside_of_trace(frame: FrameType | None) -> FrameType | None:
 
 
 def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite, ...]:
-    """The innermost calls in the user's code. Takes microseconds: it is called for every collective.
+    """The innermost calls in user code. Takes microseconds: it is called for every collective.
 
     Args:
         inside: only calls inside a call of this code.
@@ -113,7 +113,7 @@ def call_sites(limit: int = 2, inside: CodeType | None = None) -> tuple[CallSite
 
 
 def is_user_file(file: str) -> bool:
-    """`StackFrame.is_user_code`, remembered."""
+    """`StackFrame.is_user_code`, cached."""
     found = _is_user_file.get(file)
     if found is None:
         found = _is_user_file[file] = StackFrame(file, 0, "").is_user_code
@@ -131,7 +131,7 @@ def _add_call_site(frame: FrameType) -> tuple[CallSite, CodeType]:
 
 
 def expression_of(frame: FrameType) -> str:
-    """The text of the expression that `frame` is in, without spaces; file and line if there is no source."""
+    """The text of the expression in `frame`, without spaces; file and line without a source."""
     code = frame.f_code
     first, last, start, end = next(islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     lines = linecache.getlines(code.co_filename)
@@ -192,7 +192,7 @@ def format_call_sites(stack: Sequence[StackFrame], limit: int = 3) -> str:
 
 
 def format_running(stack: Sequence[StackFrame]) -> str:
-    """Format as `format_call_sites`, after the innermost frame if that is not user code."""
+    """Format as `format_call_sites`, after the innermost frame if it is not user code."""
     if not stack:
         return "running, and gave no stack"
     inside = "" if stack[0].is_user_code else f" {stack[0]}"

@@ -1,8 +1,8 @@
-"""Work that all ranks do, and that fails on all of them alike if it fails on one.
+"""Work that all ranks do. If it fails on one rank, all ranks raise the same error.
 
     version = decide("Saving", write, commit)    # `write` on every rank; rank 0 commits with what all have returned
 
-Rank 0 gets one message of each rank, decides, and sends one verdict to all. What the others receive does not grow with
+Rank 0 gets one message of each rank, decides, and sends one verdict to all. The size of the verdict does not grow with
 the number of ranks.
 """
 
@@ -20,8 +20,8 @@ from shardwise.errors import CheckpointError, MismatchError, NotFiniteError, Sha
 T = TypeVar("T")
 R = TypeVar("R")
 
-SHOWN = 5  # of a long list, how many an error names
-SHORT_BYTES = 512  # of a verdict that takes one broadcast; a longer one takes two
+SHOWN = 5  # items of a long list that an error names
+SHORT_BYTES = 512  # largest verdict of one broadcast; a longer one takes two
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, MismatchError, NotFiniteError)}
 
 
@@ -31,7 +31,7 @@ def all_ranks() -> tuple[int, ...]:
 
 
 def on_all_ranks(what: str, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank; its JSON results in rank order, on every rank. It raises what `decide` raises."""
+    """Do `work` on every rank; its JSON results in rank order, on every rank. Raises as `decide`."""
     return decide(what, work, lambda results: results)
 
 
@@ -39,13 +39,13 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
     """Do `work` on every rank, and `verdict` on rank 0 with the results in rank order; its result on every rank.
 
     Args:
-        what: begins the text of an error; that of rank 0 counts.
+        what: the beginning of an error's text; rank 0's is used.
         work: returns JSON.
         verdict: returns JSON. It may raise a MismatchError or NotFiniteError with a text of its own.
 
     Raises:
         CheckpointError: the work or the verdict failed; the same text on every rank says where and why.
-        MismatchError: ranks do other work, as where one loads and the others save.
+        MismatchError: ranks do different work, for example one loads and the others save.
     """
     not_capturable("work of checkpoints that all ranks do")
     cause: Exception | None = None
@@ -70,11 +70,11 @@ def decide(what: str, work: Callable[[], T], verdict: Callable[[list[T]], R]) ->
     found = json.loads(_broadcast(data, ranks))
     if "error" in found:
         raise _ERRORS[found["error"]](found["text"]) from cause
-    return cast(R, found["decided"])  # what `verdict` has returned
+    return cast(R, found["decided"])  # the result of `verdict`
 
 
 class RanksError(Exception):
-    """Work failed on some ranks. A verdict raises it with what each of them says."""
+    """Work failed on some ranks. A verdict raises this with the text of each of them."""
 
     def __init__(self, texts: Mapping[int, str]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _require_done(answers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _broadcast(data: bytes, ranks: tuple[int, ...]) -> bytes:
-    """What rank 0 passes."""
+    """The value that rank 0 passes."""
     if len(ranks) == 1:
         return data
 
@@ -109,18 +109,18 @@ def _broadcast(data: bytes, ranks: tuple[int, ...]) -> bytes:
 
 
 def digest(facts: Mapping[str, str]) -> str:
-    """A short text that is equal where `facts` are."""
+    """A short text, equal for equal `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def require_same(what: str, facts: Mapping[str, str], digests: list[str]) -> None:
-    """Raise the same MismatchError on every rank unless all have the same `facts`, whose digests are known."""
+    """Raise one MismatchError on every rank unless all have equal `facts`, whose digests are given."""
     if len(set(digests)) > 1:
         raise difference(what, facts)
 
 
 def difference(what: str, facts: Mapping[str, str]) -> MismatchError:
-    """The error of ranks whose `facts` differ; all ranks call this."""
+    """The error for ranks with different `facts`; all ranks call this."""
 
     def lines(every: list[dict[str, str]]) -> str:
         found = []
@@ -141,7 +141,7 @@ def listed(lines: list[str]) -> str:
 
 
 def _by_rank(said: Mapping[int, str], world_size: int, indent: str = "  ") -> str:
-    """ ": text" if all ranks say the same, else a line for each text with the ranks that say it."""
+    """ ": text" if all ranks have one text, else a line for each text with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, text in said.items():
         ranks.setdefault(text, []).append(rank)
@@ -152,7 +152,7 @@ def _by_rank(said: Mapping[int, str], world_size: int, indent: str = "  ") -> st
 
 
 def text_of(error: Exception) -> str:
-    """What an error says, without a traceback."""
+    """The text of an error, without a traceback."""
     if isinstance(error, ShardwiseError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -6,13 +6,13 @@
           rank-0000.safetensors
           manifest.json
         1764156852123456-1f3a90bc.committed     empty: while it is there, this save is the checkpoint of the step
-        1764160452654321-5e11d0aa/              one being written or removed; a leftover if nobody does
+        1764160452654321-5e11d0aa/              a save being written or removed, or a leftover
       .lock                                     which process saves here, while it does
 
-No object is written twice. A save is there from one request on: it writes an object without bytes, which cannot be
-there in part. The number of a save is the time at which it was begun, in microseconds, or more, so that it is larger
-than that of any save before it. The committed one with the largest number is the checkpoint of its step, and that of
-all steps the one saved last.
+No object is written twice. One request commits a save: it writes an object without bytes, which cannot be there in
+part. The number of a save is the time of its start in microseconds, or more, so that it is larger than that of any
+earlier save. The committed save with the largest number is the checkpoint of its step; of all steps, it is the latest
+checkpoint.
 """
 
 import re
@@ -54,7 +54,7 @@ class CommittedVersions(CheckpointStore):
         return dict(sorted(found.items()))
 
     def _is_committed(self, save: str) -> bool:
-        """Whether it is, whatever a listing says: listings may lag."""
+        """Whether the save is committed. A listing is not enough: it may lag."""
         return self.read_short(save + COMMITTED) is not None
 
     def location(self, version: str) -> str:
@@ -84,7 +84,7 @@ class CommittedVersions(CheckpointStore):
             with suppress(OSError):
                 self.files.remove(draft + COMMITTED)  # a request that failed may have been carried out
             raise
-        with suppress(OSError, CheckpointError):  # what is left is removed by the next `tidy`
+        with suppress(OSError, CheckpointError):  # the next `tidy` removes the rest
             self._drop_older(draft)
         return draft
 
@@ -93,11 +93,11 @@ class CommittedVersions(CheckpointStore):
             self._drop(draft)
 
     def remove(self, version: str) -> None:
-        self._drop_older(version)  # which would be the checkpoint of the step again
+        self._drop_older(version)  # else that would be the checkpoint of the step again
         self._drop(version)
 
     def _drop_older(self, save: str) -> None:
-        """Remove the saves of the same step that were begun before."""
+        """Remove earlier saves of the step."""
         for other in self._saves(save.partition("/")[0]):
             if other < save:
                 self._drop(other)
@@ -109,10 +109,10 @@ class CommittedVersions(CheckpointStore):
 
 
 def _newest(saves: dict[str, set[str]]) -> str | None:
-    """The last committed one."""
+    """The last committed save."""
     return max((save for save, there in saves.items() if COMMITTED in there), default=None)
 
 
 def _number(save: str) -> str:
-    """What says in which order saves were begun."""
+    """The number that orders saves by their start."""
     return save.rpartition("/")[2]

@@ -1,8 +1,8 @@
 """Names that `from_pretrained` of transformers converts: the tensors of files under the names of the module.
 
-transformers renames while it loads, and makes one parameter of several tensors, such as a stack of all experts. Its own
-tables say how. What is only stacked, concatenated or divided is read from the files box by box; any other conversion is
-done by the code of transformers, for one parameter at a time.
+transformers renames tensors while it loads, and makes one parameter of several tensors, such as a stack of all experts.
+Its tables define the conversions. Stacked, concatenated or divided tensors are read from the files box by box. Any
+other conversion runs the code of transformers, for one parameter at a time.
 """
 
 import re
@@ -35,11 +35,11 @@ class Converted:
 
     source: Source
     made_of: Mapping[str, list[str]] = field(default_factory=dict)  # the names in the files of each that has another
-    problems: Sequence[str] = ()  # of names that cannot be converted
+    problems: Sequence[str] = ()  # names that cannot be converted
     ignored: frozenset[str] = frozenset()  # names in the files that the model passes over
 
     def described(self, name: str) -> str:
-        """The name, and those in the files if they are others."""
+        """The name, and its names in the files if they are different."""
         return f"{name!r}{_of(self.made_of[name])}" if name in self.made_of else repr(name)
 
 
@@ -49,8 +49,8 @@ def _of(names: Sequence[str]) -> str:
 
 
 def converted(module: nn.Module, source: Source) -> Converted:
-    """The source as `module` names its tensors; unchanged if it is not a model of transformers 5."""
-    transformers = sys.modules.get("transformers.modeling_utils")  # there is no such model where it is not imported
+    """The source under the names of `module`; unchanged if it is not a model of transformers 5."""
+    transformers = sys.modules.get("transformers.modeling_utils")  # if it is not imported, there is no such model
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return Converted(source)
     try:
@@ -86,7 +86,7 @@ def _before_sharding(module: nn.Module) -> nn.Module:
 
 @dataclass
 class _Group:
-    """What becomes one or more parameters, the first of which is `name`."""
+    """Tensors that become one or more parameters, the first of which is `name`."""
 
     name: str
     converter: "WeightConverter | None" = None
@@ -117,7 +117,7 @@ class _Names:
         self._last: tuple[object, dict[str, Tensor]] = (None, {})
 
     def converted(self) -> Converted:
-        """All of them; those that are not of the module keep their names."""
+        """All tensors; tensors without a name in the module keep theirs."""
         from transformers.core_model_loading import dot_natural_key
 
         groups: dict[str, _Group] = {}
@@ -179,7 +179,7 @@ class _Names:
             self.tensors[name], self.made_of[name] = tensor, group.all_names
 
     def _computed(self, made: Mapping[str, Tensor], make: Callable[[], dict[str, Tensor]]) -> dict[str, SourceTensor]:
-        """The parameters of a conversion, whose shapes and dtypes are those of `made`, as files in memory."""
+        """The parameters of a conversion, with the shapes and dtypes of `made`, as files in memory."""
         found = {}
         for name, x in made.items():
             file, full = f"the conversion of {name}", Box((0,) * x.ndim, tuple(x.shape))
@@ -191,7 +191,7 @@ class _Names:
         return _InMemory(file, self._in_memory) if file in self._made_by else self.source.open_file(file)
 
     def _in_memory(self, file: str) -> Tensor:
-        """What a file in memory has; only those of the last conversion are kept."""
+        """The content of a file in memory; only the last conversion is kept."""
         name, make = self._made_by[file]
         if self._last[0] is not make:
             self._last = None, {}  # freed before the next one is made
@@ -220,7 +220,7 @@ class _Names:
 
 
 def _check_numbers(group: _Group) -> None:
-    """Raise ValueError unless what each pattern stacks is numbered from 0 without a gap: transformers counts only."""
+    """Raise ValueError unless each pattern stacks numbers from 0 without a gap: transformers counts only."""
     for pattern, names in group.names.items():
         if "*" not in pattern or len(names) == 1:
             continue
@@ -237,7 +237,7 @@ def _on_meta(tensor: SourceTensor) -> Tensor:
 def _read_directly(
     converter: "WeightConverter", group: _Group, source: Source, made: Mapping[str, Tensor]
 ) -> dict[str, SourceTensor] | None:
-    """Where the elements of the parameters are in the files; None if they are in another order there."""
+    """The extents of the parameters' elements in the files; None if their order differs there."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Split
 
     parts: Parts = {pattern: [source.tensors[n] for n in names] for pattern, names in group.names.items()}
@@ -279,7 +279,7 @@ def _concatenated(tensors: Sequence[SourceTensor], dim: int) -> SourceTensor:
 
 
 def _rows(tensor: SourceTensor, counts: Sequence[int]) -> list[SourceTensor]:
-    """So many rows for each, of a tensor that is stored in one place."""
+    """Tensors of so many rows each, from a tensor that is stored in one place."""
     (extent,) = tensor.extents
     row_bytes = tensor.num_bytes // tensor.shape[0]
     found = []

@@ -1,11 +1,11 @@
-"""What a checkpoint has otherwise than a program: compared as nested data, then formatted as the lines of an error."""
+"""Differences of a checkpoint and a program: compared as nested data, then formatted as the lines of an error."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-NAMED = 3  # of a list of parameters, how many an error names
+NAMED = 3  # parameters of a list that an error names
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def compare(stored: object, here: object, path: tuple[str, ...] = ()) -> Iterato
 
 
 def format_lines(differences: Iterable[Difference]) -> list[str]:
-    """A line for each difference; entries that differ alike, of parameters that differ alike, share one."""
+    """A line for each difference. Equal differences of parameters with equal differences share one."""
     entries: dict[tuple[str, str, str], list[str]] = {}
     for one in differences:
         said = f"{_format(one.stored)} in the checkpoint, {_format(one.here)} here"

@@ -22,7 +22,7 @@ from shardwise.errors import CheckpointError
 
 Collection = EmbeddingBagCollection | EmbeddingCollection | ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
 
-MOST_BYTES = 1 << 23  # of the file that are sent at a time
+MOST_BYTES = 1 << 23  # bytes of the file that are sent at a time
 
 
 @checked
@@ -33,24 +33,24 @@ def export_table(
 
         export_table(sharded, "items", "serving/items.safetensors")
 
-    The file has one tensor. Its name is that of the parameter, so that the `load_state_dict` of a plain collection of
-    this table takes what `safetensors.torch.load_file` returns. Metadata: `table`, `rows`, `columns` and `dtype`.
+    The file has one tensor under the name of the parameter. So the `load_state_dict` of a plain collection of this
+    table takes the result of `safetensors.torch.load_file`. Metadata: `table`, `rows`, `columns` and `dtype`.
 
-    Shards are sent to rank 0, some rows at a time: no rank needs memory for more than 48 MiB (or 3 rows) beside what it
-    has. The file appears at once, when all of it is on disk, and replaces one that was there.
+    Shards are sent to rank 0, some rows at a time: no rank needs more than 48 MiB (or 3 rows) of additional memory. The
+    file appears at once, when all of it is on disk, and replaces an earlier one.
 
     Args:
-        collection: a plain or sharded one; or any tensor with rows, which the file has under the name `table`. Of
-            replicas, and of plain tensors, it has the values of the first rank.
-        dtype: what floating-point values are converted to, as by `tensor.to(dtype)`; None is that of the table.
+        collection: a plain or sharded one; or any tensor with rows, which gets the name `table` in the file. Of
+            replicas, and of plain tensors, the values of the first rank are written.
+        dtype: the dtype of floating-point values in the file, converted by `tensor.to(dtype)`; None: the table's.
 
     Returns:
         The path.
 
     Raises:
         CheckpointError: no such table, a tensor that cannot be stored, a `dtype` that is not of floating-point numbers
-            or not of safetensors, or a file that cannot be written; then a file that was there is not damaged. The same
-            text on every rank.
+            or not of safetensors, or a file that cannot be written. An earlier file is then not damaged. The same text
+            on every rank.
         MismatchError: ranks passed different tables, layouts, paths or dtypes.
     """
     what, target = f"Exporting {table} to {path}", local_path(path)
@@ -83,7 +83,7 @@ def export_table(
 def _prepared(
     what: str, collection: Collection | Tensor, table: str, target: Path, dtype: torch.dtype | None
 ) -> tuple[str, LocalBoxes]:
-    """The name of the tensor in the file, and the boxes of this rank, with the dtype of the file."""
+    """The name of the tensor in the file; the boxes of this rank, in the dtype of the file."""
     found: list[tuple[str, LocalBoxes]] = []
     facts = {"table": table, "path": str(target), "dtype": str(dtype)}
 
@@ -152,7 +152,7 @@ def _window(tensor: LocalBoxes, rows: Box) -> Tensor:
 
 
 def _sent(tensor: LocalBoxes, rank: int, box: Box, rows: Box) -> list[Box]:
-    """What `rank` sends of one of its boxes: nothing if another rank that holds it does."""
+    """The part of a box that `rank` sends: nothing if another rank that holds it does."""
     if not box.numel or holders(tensor.layout, rank)[0] != rank:
         return []
     common = box.intersect(rows)

@@ -1,8 +1,8 @@
 """The files of a checkpoint: safetensors, written and read in blocks.
 
-The header of a file follows from the chunks in it, so reading never parses one: it is compared with the
-header that the manifest implies. Nothing is mapped into memory: a file that shrinks meanwhile is an error and
-not a signal, and a full disk is reported as one.
+The header of a file follows from its chunks, so reading never parses one: it compares the header with the one that the
+manifest implies. Files are not mapped into memory: a file that shrinks meanwhile is an error and not a signal, and a
+full disk is reported.
 """
 
 import json
@@ -26,8 +26,8 @@ except ImportError:
     from zlib import crc32 as crc32  # noqa: PLC0414
 
 BLOCK_BYTES = 1 << 22  # how much is copied, summed, read or written at a time
-CRC_BYTES = 1 << 22  # of a longer chunk, how much each crc32 is of
-HEADER_LIMIT = 100_000_000  # of the format; longer ones are refused by its readers
+CRC_BYTES = 1 << 22  # bytes of a longer chunk per crc32
+HEADER_LIMIT = 100_000_000  # limit of the format; its readers refuse longer headers
 METADATA_KEY = "__metadata__"  # of the format; no tensor can have this name
 
 # Names of the format, https://github.com/huggingface/safetensors.
@@ -51,7 +51,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)  # what exports convert to
+FLOATING = tuple(dtype for dtype in DTYPES if dtype.is_floating_point)  # dtypes of exports
 
 
 def check_export_dtype(dtype: torch.dtype | None) -> None:
@@ -65,7 +65,7 @@ def check_export_dtype(dtype: torch.dtype | None) -> None:
 
 
 def export_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in an export with `dtype` of a tensor that is stored in `stored`."""
+    """The dtype of a tensor stored in `stored`, in an export with `dtype`."""
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
@@ -137,7 +137,7 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
         values = torch.view_as_real(values)
     if dtype.itemsize == 1:  # torch has no minimum of these
         values = values.float()
-    if isfinite(values.sum()):  # that of finite values may be too large, so it is only a short way
+    if isfinite(values.sum()):  # a short way: sums of finite values may overflow
         return True
     return all(isfinite(extreme) for extreme in values.aminmax())  # NaN if there is one
 
@@ -145,7 +145,7 @@ def _is_finite(block: memoryview, dtype: torch.dtype) -> bool:
 def content(
     layout: FileLayout, blocks: Callable[[str], Iterable[memoryview]], checksums: dict[str, Checksum]
 ) -> Iterator[memoryview | bytes]:
-    """The bytes of a file, block by block; the checksum of each tensor is put into `checksums` on the way."""
+    """The bytes of a file, block by block; puts the checksum of each tensor into `checksums` on the way."""
     yield layout.header
     for key, dtype in layout.dtypes.items():
         checksums[key] = Checksum(dtype)
@@ -209,7 +209,7 @@ def read_bytes(file: StoredFile, start: int = 0, count: int | None = None) -> by
 
 
 def check_size(file: StoredFile, size: int) -> None:
-    """Raise CheckpointError unless `file` is as long as the manifest says."""
+    """Raise CheckpointError unless `file` has the size that the manifest says."""
     if file.size != size:
         raise damaged(f"{file.name}: has {file.size:,} bytes, the manifest says {size:,}")
 
@@ -222,7 +222,7 @@ def check_header(file: StoredFile, layout: FileLayout) -> None:
 
 
 def is_plain_memory(x: Tensor) -> bool:
-    """Whether the bytes of `x` in row-major order are those of its memory, which this process can write to."""
+    """Whether the memory of `x` has its bytes in row-major order, and this process can write to it."""
     return x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 

@@ -32,21 +32,19 @@ def load(
 ) -> Manifest:
     """Fill `state` in place from a checkpoint; all ranks of the world call it.
 
-    The world and the layouts may be others than when it was saved. A rank reads what its own boxes need into new
-    memory of the CPU, as large as they are, and verifies it there, to the last bit. If anything is wrong on any
-    rank, all raise and `state` is as it was.
+    The world and the layouts may differ from those of the save. A rank reads its boxes into new CPU memory of their
+    size, and verifies every bit there. If anything is wrong on any rank, all raise and `state` is unchanged.
 
     Args:
         folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
-        state: nested mappings as they were given to `save`: tensors receive the stored values, JSON values
-            are replaced.
+        state: nested mappings as for `save`: tensors receive the stored values, JSON values are replaced.
         subset: whether the checkpoint may hold more than `state` names.
         resize: the rows of tensors that have more or fewer here than in the checkpoint, by name. Rows that both have
-            are loaded; new ones are filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with
+            are loaded. New ones are filled by the `init_fn` of `Rows`, from torch's generator on the first rank, with
             the same values for every layout.
 
     Returns:
-        What the checkpoint says of itself: the step, the caller's metadata.
+        The checkpoint's manifest: its step, the caller's metadata.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not fit `state` in names, shapes or dtypes;
@@ -61,13 +59,13 @@ def _resize_it(name: str, stored_rows: int, rows: int) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to load from a checkpoint."""
+    """The tensors and values to load from a checkpoint."""
 
     state: Mapping[str, Any]  # as for `load`
     differences: Sequence[str] = ()  # why more than that does not fit, a line each; none of it is loaded
     known: Collection[str] = ()  # names that `differences` are about, or that are not loaded on purpose
     row_fix: Callable[[str, int, int], str] = _resize_it  # for a tensor of that name, with its rows there and here
-    fix: str = ""  # of `differences`
+    fix: str = ""  # fix for `differences`
     resize: Mapping[str, Rows] = field(default_factory=dict)  # rows of tensors that have others in the checkpoint
 
 
@@ -140,7 +138,7 @@ class _Reading:
         return manifest.sha256, digest(self.counts)
 
     def fill_new_rows(self, seed: int) -> None:
-        """Fill the rows that the checkpoint has not."""
+        """Fill the rows that the checkpoint lacks."""
         for name, rows in self.rows.items():
             fill_new_rows(name, self.found[name], self.manifest.tensors[name].shape[0], rows, seed)
 
@@ -213,7 +211,7 @@ def _misfit(
     fitted: Manifest,
     row_fix: Callable[[str, int, int], str],
 ) -> str | None:
-    """What is wrong with a tensor that is `stored`, and loaded as `fitted` has it; or with a value."""
+    """The error in a value, or in a tensor that is `stored` and loaded as `fitted`; None if it fits."""
     x = leaf.value
     if stored is None:
         if isinstance(x, Tensor):

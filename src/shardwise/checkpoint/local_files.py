@@ -28,7 +28,7 @@ class LocalFile:
     """An open regular file, as a `StoredFile`: no link was followed to it, no pipe waited for.
 
     Args:
-        broken: the error of one that is not as it was; `foreign` where another program wrote it.
+        broken: the error of a file that has changed; `foreign` for files of other programs.
     """
 
     def __init__(self, path: str | Path, broken: Broken = damaged) -> None:
@@ -74,7 +74,7 @@ def _impossible(name: str, error: ValueError) -> CheckpointError:
 
 
 def foreign_names(path: Path) -> list[str] | None:
-    """What is in a folder that another program wrote; None if it is a file."""
+    """The names in a folder that another program wrote; None if it is a file."""
     try:
         return os.listdir(path)  # noqa: PTH208 - iterdir names no path in its errors
     except NotADirectoryError:
@@ -123,7 +123,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A path for a new file or folder, which is at `path` after the block, or is removed if that raises.
+    """A path for a new file or folder. After the block it is renamed to `path`; if the block raises, it is removed.
 
     There is no way to exchange two folders: one that is replaced has another name for a moment, `.old-NAME-…`.
     """
@@ -167,7 +167,7 @@ def new_at(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def reported(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a CheckpointError for an OSError: what is not there yet cannot be written to."""
+    """Raise a CheckpointError for an OSError of a new file."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def reported(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _tidy_beside(path: Path) -> None:
-    """Remove what interrupted drafts of `path` left; what was there before is put back if it was moved aside."""
+    """Remove leftovers of interrupted drafts of `path`; rename back what was moved aside."""
     for kind in ("old", "tmp"):
         for left in path.parent.glob(f".{kind}-{glob.escape(path.name)}-{'[0-9a-f]' * 8}"):
             if kind == "old" and not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a folder, or a URL of an object store."""
+"""Locations of checkpoints: a folder, or a URL of an object store."""
 
 import re
 from os import PathLike
@@ -44,7 +44,7 @@ def _is_url(location: Location) -> bool:
 
 
 def local_path(location: Location) -> Path:
-    """The path of a file or folder of another format than that of checkpoints; a URL is refused."""
+    """The path of a file or folder in another format than checkpoints; a URL is refused."""
     if _is_url(location):
         raise CheckpointError(
             f"{location} is a URL, which only a checkpoint can have. Fix: name a local path, and copy from or to there"
@@ -60,12 +60,12 @@ def latest(folder: str | PathLike[str]) -> Path | str | None: ...
 def latest(folder: str | PathLike[str]) -> Path | str | None:
     """The checkpoint that was saved last to `folder`, which may be a URL, or None.
 
-    That is the one `folder/latest` names; if that is not there or not complete, the complete one of the highest
-    step; at a URL, the last complete one. Folders being written, and those that lack files or have a damaged manifest,
-    are passed over; the data is verified when it is loaded.
+    `folder/latest` names it. If that is missing or not complete, it is the complete one of the highest step; at a URL,
+    the last complete one. Folders being written, with missing files or a damaged manifest are passed over. Data is
+    verified when it is loaded.
 
     Raises:
-        UnreachableError: the place where they are stored does not answer.
+        UnreachableError: the storage does not answer.
     """
     store = store_at(folder)
     found, _ = find_latest(store)
@@ -77,7 +77,7 @@ def read_manifest(path: str | PathLike[str]) -> Manifest:
     """The manifest of the checkpoint `path`, a folder or a URL, fully validated.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another version, or says something that cannot be.
+        CheckpointError: it is missing, damaged, of another version, or has impossible values.
     """
     store = store_at(path)
     return stored_manifest(store, store.own_version() or ".")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `manifest.json`, checked to the last bit before anything trusts it.
+"""The manifest of a checkpoint: `manifest.json`, checked to the last bit before anything trusts it.
 
 The first line is `{"sha256":"<of all bytes that follow it>",`; with the rest it makes one JSON object.
 """
@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 1 << 28  # bytes; a million chunks take about 200 each
 LARGEST = 2**63 - 1
 
-SEAL_BYTES = 78  # of the first line
+SEAL_BYTES = 78  # bytes of the first line
 _SEAL = re.compile(rb'\{"sha256":"([0-9a-f]{64})",\n')
 _FILE = re.compile(r"rank-(\d{4,9})\.safetensors", re.ASCII)
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -42,15 +42,15 @@ class NewerVersionError(CheckpointError):
 
 
 class MisnamedError(CheckpointError):
-    """A manifest of another step than its folder is named after. Its checkpoint may be complete."""
+    """A manifest whose step is not that in its folder's name. Its checkpoint may be complete."""
 
 
 def gc_paused(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which makes thousands of objects, without a collection of garbage while it runs.
+    """`function`, which makes thousands of objects, without garbage collections while it runs.
 
-    A full collection visits every object of the process, a million of them after `import torch`. Parsing the manifest
-    of 100,000 chunks starts several: they took two thirds of its time. In another thread than the main one, which may
-    switch the collection itself meanwhile, nothing is changed.
+    A full collection visits every object of the process: a million after `import torch`. Parsing the manifest of
+    100,000 chunks starts several, which took two thirds of its time. Other threads change nothing: the main thread may
+    switch the collection meanwhile.
     """
 
     @wraps(function)
@@ -97,14 +97,14 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: the training step it was saved at.
         world_size: how many ranks saved it; any number can load it.
         tensors: by global name.
         values: the JSON values of the state, by global name.
-        metadata: what the caller of `save` wanted to keep with it.
+        metadata: what the caller of `save` passed.
         versions: of the packages that wrote it.
         not_finite: the tensors that have infinite values or NaN.
         sha256: of the manifest itself; known once it is written or read.
@@ -124,7 +124,7 @@ class Manifest:
         return {file: layout.size for file, layout in self.file_layouts().items()}
 
     def file_layouts(self) -> Mapping[str, FileLayout]:
-        """The files of the checkpoint, byte for byte but for the data."""
+        """The files of the checkpoint, byte for byte except the data."""
         return self._file_layouts
 
     @cached_property
@@ -192,7 +192,7 @@ def sha256_of(data: bytes) -> str:
 
 
 def sealed(rest: bytes) -> bytes:
-    """`rest` under the line that holds its checksum."""
+    """`rest` below a line with its checksum."""
     return b'{"sha256":"' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
@@ -218,7 +218,7 @@ def parse(data: bytes) -> Manifest:
 
 
 def _writer(versions: object) -> str:
-    """The shardwise that wrote a manifest with these `versions`, as far as it says."""
+    """The version of shardwise that wrote a manifest with these `versions`, if known."""
     found = versions.get("shardwise") if isinstance(versions, dict) else None
     known = isinstance(found, str) and re.fullmatch(r"\d[\w.+]{0,40}", found, re.ASCII)
     return f"shardwise {found} or newer" if known else "a newer shardwise"
@@ -252,7 +252,7 @@ def _finite(text: str) -> float:
     return value
 
 
-_Types: TypeAlias = Mapping[str, tuple[type, ...]]  # which each field may have
+_Types: TypeAlias = Mapping[str, tuple[type, ...]]  # allowed types of each field
 _TENSOR: _Types = {"dtype": (str,), "shape": (list,), "chunks": (list,)}
 _CHUNK: _Types = {"file": (str,), "key": (str,), "offsets": (list,), "sizes": (list,), "crc32": (int, list)}
 _MANIFEST: _Types = {
@@ -327,7 +327,7 @@ def _tensor(said: object) -> StoredTensor:
 
 
 def _is_too_large(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether no tensor of torch has this shape, or has strides that can be computed."""
+    """Whether torch has no tensor of this shape, or cannot compute its strides."""
     return len(shape) > 64 or dtype.itemsize * prod(filter(None, shape)) > LARGEST
 
 
@@ -374,7 +374,7 @@ def _check_cover(tensor: StoredTensor) -> None:
     if _is_divided(tensor):
         return
     stored, needed = sum(chunk.box.numel for chunk in tensor.chunks), prod(tensor.shape)
-    if stored < needed:  # compared first: to name the gap takes long where there are many chunks
+    if stored < needed:  # compared first: finding the gap takes long for many chunks
         raise damaged(f"its chunks hold {stored:,} of {needed:,} elements")
     try:
         check_cover([(chunk, chunk.box) for chunk in tensor.chunks], tensor.shape)
@@ -392,7 +392,7 @@ def rank_of(file: str) -> int:
 
 
 def _fields(said: object, types: _Types) -> dict[str, Any]:
-    """`said`, which must be an object of exactly these fields, each of one of its types."""
+    """`said`, an object of exactly these fields, each of one of its types."""
     if not isinstance(said, dict):
         raise damaged(f"expected an object, got {_short(said)}")
     if said.keys() != types.keys():

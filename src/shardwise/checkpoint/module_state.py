@@ -1,7 +1,7 @@
 """The state of a module to be filled from files, and then loaded by the module itself.
 
-Parameters and buffers are filled in place. What else a module makes of itself in `state_dict`, it makes itself of again
-in `load_state_dict`: by `set_extra_state`, load hooks or a `_load_from_state_dict` of its own.
+Parameters and buffers are filled in place. Other state that a module puts into `state_dict` it takes back in
+`load_state_dict`: by `set_extra_state`, load hooks or its `_load_from_state_dict`.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX  # how the name of what `get_e
 
 
 def is_extra(name: str) -> bool:
-    """Whether this is the name of what a `get_extra_state` returned, which has the shape that it had then."""
+    """Whether this is the name of an extra state. Its shape is the one that `get_extra_state` returned."""
     return name.rpartition(".")[2] == EXTRA
 
 
@@ -33,7 +33,7 @@ def fillable(module: nn.Module) -> dict[str, Any]:
 
 
 def load_filled(module: nn.Module, state: dict[str, Any]) -> None:
-    """Have `module` load a `fillable` state that was filled."""
+    """Load a filled `fillable` state into `module`."""
     if passed_over := module.load_state_dict(state, strict=False).unexpected_keys:
         raise CheckpointError(
             f"{passed_over[0]!r} is in state_dict() of the module, whose load_state_dict passes over it. "
@@ -42,7 +42,7 @@ def load_filled(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def extra_state(manifest: Manifest, name: str, own: object) -> object:
-    """Room for the extra state `name` as a checkpoint has it, whatever it is in the module now."""
+    """Room for the extra state `name` in its form in the checkpoint, whatever the module has."""
     if name in manifest.tensors:
         return _room(manifest, name)
     if name in manifest.values:
@@ -64,7 +64,7 @@ def _room(manifest: Manifest, name: str) -> Tensor:
 
 
 def check_extra_state(name: str, state: object) -> None:
-    """Raise CheckpointError for an extra state that would come back as another one."""
+    """Raise CheckpointError for an extra state that would change when it is saved and loaded."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if "." in str(key):
             raise CheckpointError(f"{name}: the key {key!r} of an extra state has a dot. Fix: a key without one")

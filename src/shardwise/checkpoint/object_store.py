@@ -30,7 +30,7 @@ _NUMBERS: tuple[tuple[type[BaseException], int], ...] = (
 class ObjectStore:
     """The objects below a URL, as a `Store`.
 
-    An error has the reason and the URL of the object. Nothing is taken from what fsspec remembers of earlier listings.
+    An error has the reason and the URL of the object. Listings that fsspec caches are not used.
     """
 
     renames = False
@@ -70,7 +70,7 @@ class ObjectStore:
         return _Object(self, path)
 
     def size(self, path: str) -> int:
-        """How many bytes an object has."""
+        """The size of an object in bytes."""
         with self._reported(path):
             info = self._fresh().info(self._path(path))
             if info["type"] != "file":
@@ -132,7 +132,7 @@ class ObjectStore:
             self._file_system.rmdir(folder.rpartition("/")[0])
 
     def _in_folder(self, path: str, begin: Callable[[], T]) -> T:
-        """Do it again if there is no folder for `path`: file systems need one."""
+        """Try again with a folder for `path`, which file systems need."""
         with self._reported(path):
             try:
                 return begin()

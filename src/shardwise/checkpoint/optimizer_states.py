@@ -1,7 +1,7 @@
-"""What states an optimizer keeps of its parameters, and room for them.
+"""Names and shapes of the states that an optimizer keeps of its parameters, and room for them.
 
-Those of an optimizer of `torch.optim` are known from one like it, which takes a step on meta tensors; one of another
-library is compared by its class and its hyper-parameters.
+For an optimizer of `torch.optim` they are found by a step of a new one on meta tensors. An optimizer of another library
+is compared by class and hyper-parameters.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError
 
 # How an optimizer computes, not what: the running program decides.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-ABOUT = {"params", "param_names", "optimizer", "class"}  # of a saved group, beside its hyper-parameters
+ABOUT = {"params", "param_names", "optimizer", "class"}  # keys of a saved group beside its hyper-parameters
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def kept_states(
 
     Args:
         entry: what is saved of the group: the names of its parameters, and hyper-parameters.
-        steps: after how many steps, 0 or 1.
+        steps: the number of steps before, 0 or 1.
     """
     parameters = dict(zip(entry["params"], optimizer.param_groups[number]["params"], strict=True))
     if isinstance(optimizer, FusedOptimizer):
@@ -58,7 +58,7 @@ def kept_states(
 
 
 def state_of_new_row(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, float]:
-    """What an optimizer keeps of a row of zeros that had no gradient yet: of each state the value of its elements."""
+    """The values of the states of a row of zeros that had no gradient yet, by name."""
     number = next(n for n, g in enumerate(optimizer.param_groups) if any(p is parameter for p in g["params"]))
     if isinstance(optimizer, FusedOptimizer):
         states = optimizer.kinds[number]
@@ -96,7 +96,7 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, torch.Size | None]:
 
 
 def new_state(key: str, stored: StoredTensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """Room for an entry that the optimizer would make in its first step."""
+    """Room for an entry that the optimizer makes in its first step."""
     if isinstance(parameter, DTensor) and key != "step":
         return room_for(stored, parameter)
     # `step` is the one entry that is about the parameter and not about its elements.

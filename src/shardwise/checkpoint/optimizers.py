@@ -1,6 +1,6 @@
 """Optimizers in a checkpoint: what is saved of them, and what a program gets of it.
 
-The states of a parameter are found by its name, and groups by the names of their parameters.
+States are found by the names of parameters, and groups by the names of their parameters.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 
 
 def by_name(given: T | Mapping[str, T] | Sequence[T] | None) -> dict[str, T]:
-    """Optimizers or schedulers under their names: those of a mapping, else "0", "1", …"""
+    """Optimizers or schedulers by name: the keys of a mapping, else "0", "1", …"""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -88,7 +88,7 @@ def _names_in(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[in
 def _groups(
     optimizers: Mapping[str, Optimizer], names: Mapping[int, str]
 ) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
-    """Each optimizer with the number of each of its groups, and what is saved of the group."""
+    """Each optimizer with the indices of its groups, and their saved form."""
     for name, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
             fused = f"fused {optimizer.kinds[number].__name__}" if isinstance(optimizer, FusedOptimizer) else ""
@@ -99,15 +99,15 @@ def _groups(
 
 @dataclass(frozen=True)
 class OptimizersFit:
-    """What optimizers get from a checkpoint.
+    """The part of a checkpoint that fits optimizers, and the differences.
 
     Attributes:
         differences: what does not fit.
         known: the names in the checkpoint that were compared, whether they fit or not.
-        orders: the places that the groups of each optimizer have in the checkpoint.
+        orders: the positions of each optimizer's groups in the checkpoint.
         values: groups, and the hyper-parameters that they get.
-        states: parameters with their optimizer and group, and the states that they get, by name in the checkpoint.
-            Other parameters keep the states that they have.
+        states: by name in the checkpoint, parameters with optimizer and group, and the states that they get. Other
+            parameters keep their states.
     """
 
     differences: Sequence[Difference] = ()
@@ -117,7 +117,7 @@ class OptimizersFit:
     states: Sequence[tuple[Optimizer, dict[str, Any], nn.Parameter, Mapping[str, str]]] = ()
 
     def room(self, manifest: Manifest) -> dict[str, Any]:
-        """What is loaded, by its name in the checkpoint: the states that parameters have, else new ones."""
+        """Tensors to load into, by name in the checkpoint: existing states, else new ones."""
         found: dict[str, Any] = {}
         for optimizer, group, parameter, names in self.states:
             for key, name in names.items():
@@ -130,7 +130,7 @@ class OptimizersFit:
         return found
 
     def apply(self, loaded: Mapping[str, Any]) -> None:
-        """Give the optimizers what was loaded."""
+        """Give the loaded values to the optimizers."""
         for optimizer, _, parameter, names in self.states:
             before = optimizer.state.pop(parameter, {})
             if names:
@@ -156,7 +156,7 @@ def _put(existing: object, loaded: Any) -> object:
 def fit_optimizers(
     manifest: Manifest, module: nn.Module, optimizers: Mapping[str, Optimizer], subset: bool
 ) -> OptimizersFit:
-    """Compare what a checkpoint has of optimizers with those that are here; with `subset` it may have others too."""
+    """Compare the optimizers of a checkpoint with those given; with `subset` it may have more."""
     names = _names_in(module, optimizers)
     if GROUPS not in manifest.values:
         name, _, key = GROUPS.partition(".")
@@ -207,7 +207,7 @@ def _where(group: Entry) -> str:
 def _fit_group(
     where: str, optimizer: Optimizer, number: int, here: Entry, saved: Entry | None, found: Mapping[str, StoredStates]
 ) -> tuple[list[Difference], dict[str, Any], dict[str, dict[str, str]]]:
-    """What differs in a group, the hyper-parameters that it gets, and the states that its parameters get.
+    """The differences of a group, and the hyper-parameters and states that it gets.
 
     The checkpoint has `saved`, the group of the same parameters, and `found`, the states of each.
     """
@@ -258,7 +258,7 @@ def _stored_groups(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def are_groups(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether it is what an optimizer has as `param_groups`."""
+    """Whether it has the form of an optimizer's `param_groups`."""
     return isinstance(value, list) and all(isinstance(of, dict) and isinstance(of.get("params"), list) for of in value)
 
 
@@ -267,8 +267,8 @@ def _stored_states(
 ) -> tuple[dict[str, StoredStates], list[Difference]]:
     """The states of each parameter of `owners` in the checkpoint, and states that look like those of `here`.
 
-    `get_state_dict` of torch puts `state.` before the parameter. States of parameters of `here` under other names are
-    a difference: they would be lost without a word.
+    torch's `get_state_dict` puts `state.` before the parameter. States of parameters of `here` under other names are a
+    difference; otherwise they would be lost silently.
     """
     found, differences = dict[str, StoredStates](), list[Difference]()
     sizes = {name: torch.Size(tensor.shape) for name, tensor in manifest.tensors.items()}

@@ -1,4 +1,4 @@
-"""What errors of checkpoints say to do about damaged files, other formats and other prefixes of names."""
+"""Fixes in errors of checkpoints: for damaged files, other formats and other prefixes of names."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
@@ -41,7 +41,7 @@ _FILES = {
 
 
 def damaged(text: str) -> CheckpointError:
-    """The error of a file of a checkpoint that is missing, or is not what was saved."""
+    """The error of a checkpoint file that is missing or changed."""
     return CheckpointError(text + DAMAGED)
 
 
@@ -51,22 +51,22 @@ def foreign(text: str) -> CheckpointError:
 
 
 def without_remedy(error: CheckpointError) -> str:
-    """The text of an error that is one line of a report, which says at its end what to do."""
+    """The text of an error as one line of a report; the report's end has the fix."""
     return str(error).replace(DAMAGED, "").replace(UNREACHABLE, "")
 
 
 def reader_of(names: Collection[str], otherwise: str) -> str:
-    """What reads a folder of another format than expected, which has these names; `otherwise` if it is not known."""
+    """The reader for a folder of another format, which has these names; `otherwise` if unknown."""
     return _reader(_OTHER | _CHECKPOINTS, names) or otherwise
 
 
 def reader_of_no_checkpoint(names: Collection[str]) -> str:
-    """What reads a folder that has these names, and no checkpoint; "" if it is not known."""
+    """The reader for a folder with these names and no checkpoint; "" if unknown."""
     return _reader(_OTHER, names)
 
 
 def reader_of_file(file: str | PurePath) -> str:
-    """What reads a file where a folder is expected; "" if it is not known."""
+    """The reader for a file where a folder is expected; "" if unknown."""
     path = PurePath(file)
     of_folder = _reader(_OTHER, [path.name])
     return _FILES.get(path.suffix) or (of_folder and f"name its folder: {of_folder}")

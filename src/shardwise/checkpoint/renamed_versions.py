@@ -5,10 +5,10 @@
       step-00000200/
       latest                         the name of the one that was saved last
       .lock                          which process saves here, while it does
-      .tmp-step-00000300-1f3a90bc/   one being written or removed; a leftover if nobody does
+      .tmp-step-00000300-1f3a90bc/   a version being written or removed, or a leftover
       .old-step-00000200-5e11d0aa/   the previous one of that step while it is being replaced
 
-Names change at once, so whoever is killed when, a `step-` folder is complete. The order is in
+Names change at once, so a `step-` folder is always complete, whenever a process is killed. The order is in
 docs/checkpoint-format.md.
 """
 
@@ -36,7 +36,7 @@ class RenamedVersions(CheckpointStore):
     def versions(self) -> dict[int, str]:
         """The folder of each step, the one saved last before those of higher steps.
 
-        While one is being replaced, the previous one counts.
+        While a version is being replaced, the previous one counts.
         """
         names = self.names()
         found: dict[int, str] = {}
@@ -52,7 +52,7 @@ class RenamedVersions(CheckpointStore):
         return {step: found[step] for step in [*first, *sorted(found, reverse=True)]}
 
     def _published(self, names: Sequence[str]) -> Iterator[str]:
-        """The next `latest` of each save that was interrupted when its checkpoint was there."""
+        """The next `latest` of each interrupted save whose checkpoint was there."""
         for name in names:
             if name.startswith(f".tmp-{LATEST}-"):
                 step = step_of(self._named_in(name))
@@ -105,7 +105,7 @@ class RenamedVersions(CheckpointStore):
             with suppress(OSError):
                 self.files.remove(pointer)
             raise
-        with suppress(OSError):  # what is left is removed by the next `tidy`
+        with suppress(OSError):  # the next `tidy` removes the rest
             self.files.remove_folder(old)
         return final
 

@@ -17,7 +17,7 @@ from shardwise.errors import IN_PARENTHESES, CheckpointError, did_you_mean
 @checked_init
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a tensor has when it was loaded, and what fills those that the checkpoint lacks.
+    """The number of rows of a loaded tensor, and a function that fills rows that the checkpoint lacks.
 
         restore("runs/1", model, resize={"head.weight": Rows(1200, torch.nn.init.zeros_)})
 
@@ -31,12 +31,12 @@ class Rows:
 
 
 def as_rows(resize: Mapping[str, int | Rows] | None) -> dict[str, Rows]:
-    """What was given as `resize`."""
+    """The argument `resize` as `Rows`."""
     return {name: rows if isinstance(rows, Rows) else Rows(rows) for name, rows in (resize or {}).items()}
 
 
 def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
-    """`manifest` with tensors of these rows; their chunks are as stored, so they have more or fewer of them."""
+    """`manifest` with other rows of tensors. Chunks are as stored, so they cover more or fewer rows."""
     tensors = dict(manifest.tensors)
     for name, rows in resize.items():
         stored = tensors.get(name)
@@ -64,14 +64,14 @@ def resized(manifest: Manifest, resize: Mapping[str, Rows]) -> Manifest:
 
 
 def resize_argument(name: str, stored_rows: int, rows: int, has_init: bool = False) -> str:
-    """What to pass to load a tensor with other rows, in the words of a program; it may have an `init_fn` of its own."""
+    """The `resize` argument, in the words of a program, that loads a tensor with other rows."""
     if rows > stored_rows and not has_init:
         return f"resize={{{name!r}: Rows({rows}, torch.nn.init.zeros_)}}"
     return f"resize={{{name!r}: {rows}}}"
 
 
 def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) -> None:
-    """Fill one row of each tensor that has an `init_fn`, apart from the tensor: nothing has changed if one fails."""
+    """Fill one row of each tensor that has an `init_fn`, apart from the tensor: if one fails, nothing has changed."""
     for name, rows in resize.items():
         if rows.init_fn is None:
             continue
@@ -85,7 +85,7 @@ def try_initializers(tensors: Mapping[str, Tensor], resize: Mapping[str, Rows]) 
 
 
 def fill_new_rows(name: str, tensor: LocalBoxes, before: int, rows: Rows, seed: int) -> None:
-    """Fill what this rank holds of the rows from `before` on; the same for every layout, by the `seed` of all ranks."""
+    """Fill this rank's rows from `before` on. The `seed`, equal on all ranks, gives equal values for every layout."""
     if rows.init_fn is None or rows.count <= before:
         return
     made = seeded_rows(rows.init_fn, tensor.layout.shape, tensor.dtype, seed ^ crc32(name.encode()))

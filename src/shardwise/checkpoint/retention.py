@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay when a new one is complete."""
+"""Rules for the checkpoints of a folder that stay when a new one is complete."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,20 +14,21 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Keep:
-    """Checkpoints stay that any of these rules names; `save` removes the others once the new one is complete.
+    """Checkpoints stay if any of these rules names them. `save` removes the others once the new one is complete.
 
         save("runs/1", state, step=step, metadata={"loss": loss}, keep=Keep(last=2, every=1000, best=1, metric="loss"))
 
-    The new one always stays, and so does the last one with the fewest tensors that are not finite: what a run that
-    diverges can go back to. Those of later steps than the new one are left from a run that was taken back to an earlier
-    step. They are removed, whatever `every` and `best` say, where `last` names no more than there are before them.
+    The new checkpoint always stays. So does the last one with the fewest tensors that are not finite: a run that
+    diverges can resume from it. Checkpoints of later steps than the new one are left from a run that resumed at an
+    earlier step. They are removed, whatever `every` and `best` say, where `last` names no more than there are before
+    them.
 
     Args:
-        last: how many of the last steps, the new one included.
-        every: those whose step is a multiple of this.
-        best: how many of the best by `metric`; of equal ones, those of later steps.
-        metric: the name of a number in the `metadata` of checkpoints. One without it is none of the best; a new one
-            that has no number says so, with None.
+        last: number of last steps, the new one included.
+        every: steps that are a multiple of this.
+        best: number of best steps by `metric`; of equal ones, the later steps.
+        metric: the name of a number in the `metadata` of checkpoints. One without it is not among the best; a new one
+            without a number has None there.
         largest: whether the largest number is the best; else the smallest.
 
     Raises:
@@ -51,7 +52,7 @@ class Keep:
             )
 
     def check(self, metadata: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a new checkpoint with this metadata leaves out `metric`."""
+        """Raise CheckpointError if the metadata of a new checkpoint lacks `metric`."""
         if self.metric is None:
             return
         found = metadata.get(self.metric, "none")
@@ -63,10 +64,10 @@ class Keep:
             )
 
     def staying(self, complete: Mapping[int, "Facts"], saved: int) -> set[int]:
-        """The steps that stay of those in `complete`, of which `saved` is new.
+        """The steps in `complete` that stay; `saved` is new.
 
-        Those of later steps are left from a run that was taken back: they stay only where `last` names more than there
-        are before them.
+        Later steps are left from a run that resumed earlier: they stay only where `last` names more than there are
+        before them.
         """
         in_order = sorted(complete, key=lambda step: (step != saved, step > saved, -step))
         before = [step for step in complete if step <= saved]
@@ -91,18 +92,18 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules need to know of a complete checkpoint."""
+    """The facts of a complete checkpoint that rules need."""
 
     num_not_finite: int
     metadata: Mapping[str, Any]
-    sizes: Mapping[str, int]  # of its files
+    sizes: Mapping[str, int]  # sizes of its files
 
 
-_known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of the manifests that it had last
+_known: dict[str, dict[str, Facts]] = {}  # by the store, and the checksums of its last manifests
 
 
 def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:
-    """The checksum of the manifest and the facts of a version, all files of which are there.
+    """The checksum of the manifest and the facts of a complete version.
 
     A manifest is parsed once in a process: a run that keeps a hundred checkpoints would parse a hundred at each save.
     """
@@ -118,7 +119,7 @@ def facts_of(store: CheckpointStore, version: str) -> tuple[str, Facts]:
 def keep_only(store: CheckpointStore, keep: Keep, step: int, sha256: str, facts: Facts) -> None:
     """Remove the complete versions that do not stay after the new one of `step`, with these facts.
 
-    What cannot be removed is warned about, because the new checkpoint is complete.
+    If one cannot be removed, there is a warning: the new checkpoint is complete.
     """
     found = {step: (sha256, facts)}
     try:

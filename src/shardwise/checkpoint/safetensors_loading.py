@@ -27,7 +27,7 @@ AS_IN_FILES = "make the module as the files have it; of a model of Hugging Face,
 
 
 class LoadedKeys(NamedTuple):
-    """What did not match, as torch's `load_state_dict` returns it."""
+    """Names that did not match, as torch's `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -42,24 +42,24 @@ def load_safetensors(
         parallelize_module(model, mesh, plan_from_transformers(model))
         load_safetensors("downloaded", model)
 
-    No rank reads or holds a full copy of what is sharded: each reads the bytes of its local shards, into new memory of
-    the CPU. Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads the rows. Values
-    are converted to the dtypes of the module, but not floats to integers. When all ranks have read what they need, the
-    module gets it by `load_state_dict`; if anything is wrong on any rank, the module is as it was.
+    No rank reads or holds a full copy of a sharded parameter. Each reads the bytes of its local shards into new CPU
+    memory. Where a shard has less than 4 KiB of each row, as of a table sharded by columns, it reads full rows. Values
+    are converted to the dtypes of the module, but not floats to integers. When all ranks have read, `load_state_dict`
+    loads the values; if anything is wrong on any rank, the module is unchanged.
 
-    Of a model of transformers, names are converted as `from_pretrained` does, such as those of experts, which are
-    stacked in the model. Where that reorders elements, every rank reads the tensors of one parameter at a time.
+    For a model of transformers, names are converted as by `from_pretrained`; experts, for example, are stacked. Where a
+    conversion reorders elements, every rank reads all tensors of one parameter at a time.
 
     Args:
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`, which all ranks see.
         module: with DTensors, plain parameters or both. Plain parameters on the meta device get memory first.
-        strict: whether the names have to be those of the parameters and persistent buffers of the module. One name of a
-            tied parameter is enough; if the files have more, their values have to be equal.
-        prefix: what the files have before the names of the module, as "model." if `export_file` got no prefix. What has
-            other names is passed over.
+        strict: whether the names must be those of the parameters and persistent buffers of the module. One name of a
+            tied parameter is enough; if the files have more, their values must be equal.
+        prefix: the prefix in the files of the module's names, as "model." if `export_file` got no prefix. Other names
+            are passed over.
 
     Returns:
-        The names that only the module, and only the files have.
+        The names that only the module has, and those that only the files have.
 
     Raises:
         CheckpointError: a file is missing or damaged, names cannot be converted, or names, shapes or dtypes do not fit;
@@ -103,7 +103,7 @@ def open_on_all(what: str, source: str | PathLike[str], prefix: str) -> Source:
 class _Chosen(NamedTuple):
     """The module's tensors by their first name in the source."""
 
-    state: dict[str, Any]  # what the module loads when it is filled
+    state: dict[str, Any]  # the module loads it when it is filled
     tensors: Mapping[str, Tensor]
     stored: Mapping[str, list[str]]  # all names that the source has of each, more than one if it is tied
     on_meta: Mapping[str, module_sharding.Owners]  # the owners of parameters that get memory first
@@ -112,7 +112,7 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _Chosen:
-    """What to fill from which tensor; CheckpointError if names or shapes do not fit."""
+    """The tensor of the source for each tensor of the module; CheckpointError if names or shapes do not fit."""
     source = files.source
     state = fillable(module)
     for name in filter(is_extra, state.keys() & source.tensors.keys()):
@@ -129,7 +129,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
         for problem in _misfits(source.tensors[name], x)
     ]
     fix = _other_prefix([names[name] for name in missing], unexpected, prefix)
-    if strict or (fix and not tensors):  # then it is not a choice that nothing is loaded
+    if strict or (fix and not tensors):  # loading nothing is an error then
         problems += [
             f"  missing in the files: {name!r}{did_you_mean(name, unexpected, IN_PARENTHESES)}" for name in missing
         ]
@@ -158,7 +158,7 @@ def _chosen(module: nn.Module, files: Converted, strict: bool, prefix: str) -> _
 
 
 def _other_prefix(missing: Sequence[Sequence[str]], unexpected: Sequence[str], prefix: str) -> str:
-    """What to do if the names differ by a prefix only, beside that which the files lost; "" if they do not."""
+    """The fix if names differ only by a prefix, beyond the removed one; "" otherwise."""
     if extra := extra_prefix(missing, unexpected):
         example = next(name for name in unexpected if name.startswith(extra))
         return (
@@ -185,7 +185,7 @@ def _misfits(stored: SourceTensor, x: Tensor) -> Iterator[str]:
 
 
 def _read(chosen: _Chosen) -> tuple[dict[str, LocalBoxes], dict[str, Tensor]]:
-    """What this rank holds of each tensor, in new memory, and new tensors for those that have no memory."""
+    """This rank's part of each tensor, in new memory, and new tensors for those without memory."""
     source, tensors = chosen.source, chosen.tensors
     new = {
         name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in tensors.items() if name in chosen.on_meta
@@ -222,7 +222,7 @@ def _fill(chosen: _Chosen, found: Mapping[str, LocalBoxes], new: Mapping[str, Te
 
 
 def _windows(boxes: LocalBoxes, source: Source, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of the local tensors, and what a tensor of the source has for each."""
+    """Parts of the local tensors, each with its tensor of the source."""
     for box, view in boxes.views:
         for window in source.tensors[name].windows(box):
             yield view[window.relative_to(box)], source.read(name, window)

@@ -38,7 +38,7 @@ from shardwise.checkpoint.writer_lock import WriterLock, lock_of
 from shardwise.errors import CheckpointError, NotFiniteError, UnreachableError
 
 Report: TypeAlias = tuple[int, Sequence[Sequence[int]], Sequence[int]]
-"""The size of the file that a rank has written, the crc32s of each box that it holds, which of these are not finite."""
+"""The size of a rank's file, the crc32s of each box that it holds, and the boxes that are not finite."""
 
 
 @overload
@@ -80,15 +80,15 @@ def save(
     appears all at once, when every file is on disk, or not at all; then `keep` decides which others stay.
 
     Args:
-        folder: on a file system that all ranks see, made if need be; or a URL, such as s3://bucket/run. One job at a
+        folder: on a file system that all ranks see, made if needed; or a URL, such as s3://bucket/run. One job at a
             time saves to it (`lock`).
-        state: nested mappings with string keys; the leaves are DTensors of any layout without Partial,
-            plain tensors and JSON values. What several ranks hold must be equal there, to the bit.
+        state: nested mappings with string keys. Leaves are DTensors of any layout without Partial, plain tensors and
+            JSON values. Values on several ranks must be equal, to the bit.
         step: names the checkpoint.
-        metadata: JSON to keep with it, such as the configuration.
+        metadata: JSON to store in it, such as the configuration.
         keep: how many checkpoints may stay in `folder` after this one is complete, itself included, or other rules
-            (`Keep`, which also says what becomes of those of later steps); None keeps all. If this one has more tensors
-            with infinite values or NaN than an earlier one, the last one with the fewest of them stays as well.
+            (`Keep`, also for checkpoints of later steps); None keeps all. If this one has more tensors with infinite
+            values or NaN than an earlier one, the last one with the fewest of them stays as well.
         overwrite: replace a checkpoint of the same step.
         require_finite: save nothing if a tensor has infinite values or NaN.
 
@@ -96,9 +96,9 @@ def save(
         The folder or URL of the checkpoint.
 
     Raises:
-        CheckpointError: nothing was saved, because another job saves there or for another reason; the same text on
-            every rank says where and why.
-        NotFiniteError: so for `require_finite`.
+        CheckpointError: nothing was saved: another job saves there, or another reason; the same text on every rank says
+            where and why.
+        NotFiniteError: nothing was saved, by `require_finite`.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
     finish_pending()
@@ -139,7 +139,7 @@ class Saving:
         self._lock = WriterLock(self.store)
 
     def begin(self) -> str:
-        """The name of a new draft, when all ranks want to save the same and this job has the lock; until `release`."""
+        """The name of a new draft, when all ranks save equal contents and this job has the lock, until `release`."""
         found = decide(self.what, self._prepare, self._begin)
         if found is False:
             self.contents.use_replicas()
@@ -160,18 +160,18 @@ class Saving:
         return digest(self._facts())
 
     def _facts(self) -> dict[str, str]:
-        """What must be the same on all ranks, in words."""
+        """Facts that must be equal on all ranks, in words."""
         arguments = {"step": repr(self.step), "keep": repr(self.keep), "overwrite": repr(self.overwrite)}
         return arguments | {"require_finite": repr(self.require_finite)} | self.contents.facts()
 
     def _begin(self, digests: list[str]) -> str | bool | None:
-        """A new draft; None while it is not known whether another job has the lock; False if the digests differ."""
+        """A new draft; None while the lock's holder is unknown; False if the digests differ."""
         if len(set(digests)) > 1:
             return False
         return begin_draft(self.store, self.step, self.overwrite) if self._lock.attempt() else None
 
     def commit(self, draft: str, reports: Sequence[Report]) -> str:
-        """Make the draft a version, unless ranks hold what they must not; on rank 0, its name."""
+        """Make the draft a version, unless ranks hold different values. Returns its name on rank 0."""
         manifest = self.contents.manifest(self.step, reports)
         if self.require_finite and manifest.not_finite:
             shown = listed([f"  {name}" for name in manifest.not_finite])
@@ -192,7 +192,7 @@ class Saving:
             abandon_draft(self.store, draft)
 
     def release(self) -> None:
-        """Give back the lock, if this rank has it."""
+        """Release the lock, if this rank has it."""
         self._lock.release()
 
 
@@ -211,7 +211,7 @@ def _check_arguments(step: int, keep: int | Keep | None) -> None:
 
 
 class Contents:
-    """What goes into a checkpoint, as one rank sees it."""
+    """The contents of a checkpoint, as one rank sees them."""
 
     def __init__(self, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
         self.state = state
@@ -221,7 +221,7 @@ class Contents:
         self.metadata: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Look through the state; refuse what cannot be saved."""
+        """Read the state; refuse what cannot be saved."""
         if not isinstance(self.given_metadata, Mapping) or not isinstance(self.state, Mapping):
             raise CheckpointError(
                 "state and metadata must be mappings with string keys. Fix: such as state_of(module) | {'epoch': 3}"
@@ -237,14 +237,14 @@ class Contents:
         self.state = {}
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks, in words."""
+        """Facts that must be equal on all ranks, in words."""
         text_of = cache(repr)  # thousands of tensors have few layouts
         found = {f"state {name}": json.dumps(value, sort_keys=True) for name, value in self.values.items()}
         found |= {f"state {name}": f"{x.dtype} {text_of(x.layout)}" for name, x in self.tensors.items()}
         return found | {"metadata": json.dumps(self.metadata, sort_keys=True)}
 
     def use_replicas(self) -> None:
-        """Tensors on sub-meshes of this rank count as replicas of those of other ranks on theirs; all ranks call it."""
+        """Count tensors on sub-meshes of this rank as replicas of those of other ranks; all ranks call it."""
         layouts = with_replicas(self._layouts())
         self.tensors = {name: x._replace(layout=layouts[name]) for name, x in self.tensors.items()}
 
@@ -253,10 +253,9 @@ class Contents:
 
     @gc_paused
     def take_copy(self, memory: dict[str, Tensor]) -> None:
-        """Go on with a copy of what this rank holds, so that the state may change.
+        """Replace the tensors by copies of this rank's boxes, so that the state may change.
 
-        The `memory` of the previous copy is used again where shape and dtype are the same: the system takes longer to
-        provide new memory than copying takes.
+        The `memory` of the previous copy is reused for equal shapes and dtypes: allocating takes longer than copying.
         """
         views = {f"{name}/{i}": view for name, x in self.tensors.items() for i, (_, view) in enumerate(x.views)}
         kept = {
@@ -275,7 +274,7 @@ class Contents:
             self.tensors[name] = LocalBoxes(x.layout, x.dtype, tuple([(box, next(copies)) for box, _ in x.views]))
 
     def write(self, store: CheckpointStore, draft: str) -> Report:
-        """Write the boxes that fall to this rank; what rank 0 has to know of all that it holds."""
+        """Write the boxes that this rank writes. Returns a report of all that it holds for rank 0."""
         views = [view for x in self.tensors.values() for _, view in x.views]
         held = list(zip(held_boxes(self._layouts(), collectives.rank()), views, strict=True))
         written: dict[str, Tensor] = {}
@@ -297,10 +296,10 @@ class Contents:
 
     @gc_paused
     def manifest(self, step: int, reports: Sequence[Report]) -> Manifest:
-        """What was written, checked: every element once, and the same bytes on all ranks that hold them."""
+        """The manifest, checked: every element is written once, and all replicas have equal bytes."""
         layouts, not_finite = self._layouts(), set[str]()
         chunks: dict[str, list[Chunk]] = {name: [] for name in layouts}
-        copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # that a rank holds and does not write
+        copies: dict[tuple[str, Box], list[tuple[int, tuple[int, ...]]]] = {}  # held but not written by a rank
         for rank, (_, crcs_of_boxes, bad) in enumerate(reports):
             bad_boxes = set(bad)
             for i, ((name, box, writes), crcs) in enumerate(zip(held_boxes(layouts, rank), crcs_of_boxes, strict=True)):
@@ -323,7 +322,7 @@ class Contents:
 def _check_equal(
     chunks: Mapping[str, Sequence[Chunk]], copies: Mapping[tuple[str, Box], Sequence[tuple[int, tuple[int, ...]]]]
 ) -> None:
-    """Raise CheckpointError unless all ranks that hold a box have the same crc32s of it."""
+    """Raise CheckpointError unless all ranks that hold a box have equal crc32s of it."""
     lines = []
     for (name, box), held in copies.items():
         (chunk,) = (chunk for chunk in chunks[name] if chunk.box == box)
@@ -351,10 +350,10 @@ def package_versions() -> dict[str, str]:
 
 
 def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
-    """A new draft of `step`, after what interrupted saves left was removed.
+    """A new draft of `step`; removes leftovers of interrupted saves first.
 
-    A version of that step that is not complete is replaced, as `latest` passes it over: a run that went on from an
-    earlier step saves this one again.
+    Replaces an incomplete version of that step, which `latest` passes over: a run that resumed at an earlier step saves
+    it again.
     """
     found = store.tidy()
     if step in found and not overwrite and not is_damaged(store, found[step]):
@@ -366,8 +365,7 @@ def begin_draft(store: CheckpointStore, step: int, overwrite: bool) -> str:
 def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, str]:
     """Make the draft a version, unless this job has lost the lock or a file is missing or has another size.
 
-    If this raises, the store is as it was before, but for the draft. Returns the version, and the checksum of its
-    manifest.
+    If this raises, only the draft in the store has changed. Returns the version, and the checksum of its manifest.
     """
     try:
         check_sizes(store, draft, sizes)
@@ -386,33 +384,33 @@ def commit_draft(store: CheckpointStore, draft: str, manifest: Manifest, sizes: 
 
 
 def abandon_draft(store: CheckpointStore, draft: str) -> None:
-    """Remove the draft as far as possible, after an error that is raised next; a version stays."""
+    """Remove the draft as far as possible before an error is raised; a version stays."""
     with suppress(OSError, CheckpointError):
         store.discard(draft)
 
 
 class Pending(Protocol):
-    """A save that was begun."""
+    """A save that has begun."""
 
     def wait(self) -> object:
-        """Return when the checkpoint is complete on all ranks, or raise on all why it is not."""
+        """Return when the checkpoint is complete on all ranks, or raise on all ranks why it failed."""
 
 
 _pending: WeakKeyDictionary[Owner, Pending] = WeakKeyDictionary()
 
 
 def set_pending(save: Pending) -> None:
-    """Let `save` be finished before the next one begins; all ranks call it."""
+    """Make the next save wait for `save` first; all ranks call it."""
     _pending[collectives.owner()] = save
 
 
 def forget_pending(save: Pending) -> None:
-    """Do not wait for `save` once more: all ranks have waited, so an error of it was raised."""
+    """Forget `save`, for which all ranks have waited: its error was raised."""
     if _pending.get(collectives.owner()) is save:
         del _pending[collectives.owner()]
 
 
 def finish_pending() -> None:
-    """Wait for the save of this rank that goes on, if there is one, or raise why it failed; all ranks call it."""
+    """Wait for the pending save of this rank, if any, or raise why it failed; all ranks call it."""
     if (save := _pending.get(collectives.owner())) is not None:
         save.wait()

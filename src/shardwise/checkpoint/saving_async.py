@@ -4,8 +4,8 @@
     ...                                    # training goes on and changes the state
     path = pending.wait()
 
-The thread of rank 0 commits when all ranks have written. No thread but the main one may communicate, so it learns that
-from a report that each rank puts into the draft; or from `wait`, if that comes first.
+The thread of rank 0 commits when all ranks have written. Only main threads communicate, so each rank puts a report into
+the draft; `wait` sends it, if that comes first.
 """
 
 import atexit
@@ -38,7 +38,7 @@ _REPORT = re.compile(r"report-(\d{4,9})\.json", re.ASCII)
 
 
 class _Memory(dict[str, Tensor]):
-    """The copy of the state that a rank saved last, for the next one."""
+    """The copy of the state that a rank saved last, reused for the next one."""
 
 
 @checked
@@ -52,21 +52,21 @@ def save_async(
     overwrite: bool = False,
     require_finite: bool = False,
 ) -> "PendingSave":
-    """`save` in the background: returns when `state` is copied and may change; all ranks of the world call it.
+    """`save` in the background. Returns when `state` is copied and may change. All ranks of the world call it.
 
         pending = save_async("runs/1", state_of(module, optimizer), step=1200)
 
-    One save goes on at a time: the next `save`, `save_async`, `load` or `restore` waits for it first, and raises
-    why it failed. At exit the program waits for it, up to 60 s for other ranks; if it failed and no call has raised
-    that, the program prints why and exits with code 1. The lock of the folder is held until it is complete.
+    One save runs at a time: the next `save`, `save_async`, `load` or `restore` waits for it first, and raises its
+    error. At exit the program waits for it, up to 60 s for other ranks. If it failed and no call has raised its error,
+    the program prints it and exits with code 1. The lock of the folder is held until it is complete.
 
-    Each rank keeps the memory of its copy for the next one, so it needs room for what it holds twice.
+    Each rank keeps the memory of its copy for the next save, so it needs memory for its state twice.
 
     Args:
         folder, state, step, metadata, keep, overwrite, require_finite: as of `save`.
 
     Raises:
-        CheckpointError: nothing was begun, or the previous save failed; the same text on every rank.
+        CheckpointError: nothing has begun, or the previous save failed; the same text on every rank.
         MismatchError: ranks passed different names, layouts, values or arguments.
     """
     finish_pending()
@@ -102,15 +102,15 @@ class PendingSave:
         self.thread.start()
 
     def done(self) -> bool:
-        """Whether this rank has nothing left to write; `wait` says whether all have succeeded."""
+        """Whether this rank has finished writing. `wait` says whether all ranks have succeeded."""
         return not self.thread.is_alive()
 
     def wait(self) -> Path | str:
-        """The checkpoint, when it is complete; all ranks call it.
+        """The path of the complete checkpoint; all ranks call it.
 
         Raises:
             CheckpointError: nothing was saved; the same text on every rank says where and why.
-            NotFiniteError: so for `require_finite`.
+            NotFiniteError: nothing was saved, by `require_finite`.
         """
         try:
             version = decide(self.what, self._own_report, self._outcome)
@@ -126,7 +126,7 @@ class PendingSave:
         return self._unwritten or self._report
 
     def _outcome(self, reports: Sequence[Report | str]) -> str:
-        """The version, on rank 0; all ranks have written or failed."""
+        """The version, on rank 0, after all ranks have written or failed."""
         self._reports = reports
         self._has_reports.set()
         self.thread.join()
@@ -158,7 +158,7 @@ class PendingSave:
             saving.release()
 
     def _all_reports(self) -> Sequence[Report]:
-        """What all ranks have written, in their order. Removes their reports from the draft."""
+        """The reports of all ranks in rank order; removes them from the draft."""
         files, delay, until = self._saving.store.files, POLL_SECONDS[0], float("inf")
         found = {0: self._report}
         while len(found) < self._size and monotonic() < until and not self._has_reports.wait(delay):
@@ -180,14 +180,14 @@ class PendingSave:
         return [found[rank] for rank in range(self._size)]
 
     def _report_paths(self) -> dict[int, str]:
-        """The reports that a listing of the draft shows, by their ranks."""
+        """The reports that a listing of the draft shows, by rank."""
         with suppress(CheckpointError):  # the next look, or `wait`, finds them
             matches = filter(None, map(_REPORT.fullmatch, self._saving.store.sizes(self._draft)))
             return {int(match[1]): f"{self._draft}/{match[0]}" for match in matches}
         return {}
 
     def _read_report(self, path: str) -> Report | None:
-        """A report; None if it is not there in full."""
+        """A report; None if it is not complete."""
         try:
             with closing(self._saving.store.files.open(path)) as file:
                 data = read_bytes(file)
@@ -201,7 +201,7 @@ _program_has_ended = threading.Event()
 
 
 def _join_at_exit() -> None:
-    """Runs at the end of the main thread, before executors refuse work, which drivers of object stores give them."""
+    """Wait at the end of the main thread, before executors refuse work, which drivers of object stores need."""
     _program_has_ended.set()
     for save in _unfinished:
         save.thread.join()

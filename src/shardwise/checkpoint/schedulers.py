@@ -28,9 +28,9 @@ def scheduler_state(schedulers: Mapping[str, LRScheduler]) -> list[dict[str, Any
 def fit_schedulers(
     manifest: Manifest, schedulers: Mapping[str, LRScheduler], orders: Mapping[Optimizer, Sequence[int]], subset: bool
 ) -> tuple[dict[str, dict[str, Any]], list[Difference]]:
-    """What `load_state_dict` of each scheduler that fits is to get, and the differences.
+    """The arguments of `load_state_dict` of each scheduler that fits, and the differences.
 
-    `orders` are the places that the groups of each optimizer have in the checkpoint.
+    `orders` are the positions of each optimizer's groups in the checkpoint.
     """
     saved = manifest.values.get(SCHEDULERS, [])
     if not isinstance(saved, list) or not all(
@@ -63,7 +63,7 @@ def fit_schedulers(
 
 
 def _as_json(value: object) -> object:
-    """`value` without what JSON lacks: numbers that are not finite, and keys that are not strings."""
+    """`value` without numbers that are not finite and keys that are not strings, which JSON lacks."""
     if isinstance(value, Tensor) and not value.ndim:
         value = value.item()
     if isinstance(value, float) and not isfinite(value):
@@ -76,7 +76,7 @@ def _as_json(value: object) -> object:
 
 
 def _from_json(value: Any, own: object) -> Any:
-    """What was saved as `value`, of the type of `own`."""
+    """The saved `value`, in the type of `own`."""
     if isinstance(value, dict):
         if _FLOAT in value:
             return float(value[_FLOAT])

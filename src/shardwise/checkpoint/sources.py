@@ -41,17 +41,17 @@ FEW = 16  # extents of a tensor: no index is made of them, if one has the box th
 
 
 class Progress:
-    """How far an operation on files is. This one shows nothing; what shows something overrides its methods."""
+    """Progress of an operation on files. This class shows nothing; subclasses override its methods."""
 
     def begin(self, num_bytes: int) -> None:
-        """The operation will read this many bytes of data in all."""
+        """Begin an operation that will read this many bytes of data."""
 
     def advance(self, what: str, num_bytes: int) -> None:
-        """It has read so many more, of the tensor `what`."""
+        """Count this many more bytes, of the tensor `what`."""
 
 
 def windows(box: Box, itemsize: int) -> Iterator[Box]:
-    """`box` in parts of at most WINDOW_BYTES, or one element, so that no operation needs memory for a full tensor.
+    """`box` in parts of at most WINDOW_BYTES, or of one element, so that no operation needs memory for a full tensor.
 
     Each is contiguous in `box`, in row-major order.
     """
@@ -80,7 +80,7 @@ def _along(box: Box, last: int, step: int) -> Iterator[Box]:
 
 
 class Extent(NamedTuple):
-    """One box of a tensor and where its bytes are."""
+    """One box of a tensor and the extent of its bytes."""
 
     file: str
     start: int  # the byte of `file` where they begin
@@ -92,10 +92,10 @@ class Extent(NamedTuple):
 class SourceTensor(NamedTuple):
     """A tensor in files. Its extents cover `shape` exactly once; none is empty."""
 
-    dtype: torch.dtype  # of the elements in the files
+    dtype: torch.dtype  # dtype of the elements in the files
     shape: tuple[int, ...]
     extents: Sequence[Extent]
-    read_as: torch.dtype | None = None  # what `Source.read` converts them to, as `Tensor.to` does; None is `dtype`
+    read_as: torch.dtype | None = None  # dtype to which `Source.read` converts, as `Tensor.to` does; None is `dtype`
 
     @property
     def full(self) -> Box:
@@ -104,7 +104,7 @@ class SourceTensor(NamedTuple):
 
     @property
     def result(self) -> torch.dtype:
-        """The dtype of what is read."""
+        """The dtype of the elements that are read."""
         return self.read_as or self.dtype
 
     @property
@@ -113,16 +113,16 @@ class SourceTensor(NamedTuple):
         return self.full.numel * self.result.itemsize
 
     def windows(self, box: Box) -> Iterator[Box]:
-        """`box` in parts that take a few MiB, in the files and as they are read."""
+        """Parts of `box` of a few MiB, both in the files and as they are read."""
         return windows(box, max(self.dtype.itemsize, self.result.itemsize))
 
 
 _Run: TypeAlias = Callable[..., Iterable[object]]
-"""`map`, or that of a pool, which makes several calls at a time."""
+"""`map` of Python or of a pool, which runs several calls at a time."""
 
 
 class Part(NamedTuple):
-    """A box of the tensor `name`, the tensor on the CPU that gets its elements, and the bytes of that."""
+    """A box of the tensor `name`, a CPU tensor for its elements, and the bytes of that tensor."""
 
     name: str
     box: Box
@@ -133,14 +133,14 @@ class Part(NamedTuple):
 class Source:
     """Tensors and JSON values of files that are open until the end of a `with` block.
 
-    Each byte is read once, but for what two boxes share. Where a checksum is of more bytes than a box needs, all of
-    them are read, and the last ones of each extent that the last box touched are kept.
+    Each byte is read once, except bytes that two boxes share. If a checksum covers more bytes than a box needs, all of
+    them are read; each extent keeps the last ones that the last box touched.
 
     Args:
         name: for errors.
-        open_file: opens a file by the name in extents; raises CheckpointError if it is not as it should be.
+        open_file: opens a file by its name in extents; raises CheckpointError if the file is damaged.
         values: JSON values, by name.
-        answers_late: whether reads take longer to begin than to end, so that several are made at a time.
+        answers_late: whether reads have a long latency, so that several run at a time.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Source:
         self._files.clear()
 
     def num_bytes(self, names: Iterable[str]) -> int:
-        """How many bytes of data these tensors have."""
+        """The number of data bytes of these tensors."""
         return sum(self.tensors[name].num_bytes for name in names)
 
     def read(self, name: str, window: Box) -> Tensor:
@@ -197,7 +197,7 @@ class Source:
                 self.progress.advance(name, len(block))
 
     def read_all(self, parts: Iterable[Part]) -> None:
-        """Fill the tensors of all parts: those of a file in their order there, small neighbors by one read."""
+        """Fill the tensors of all parts: in the order of their files, small neighbors by one read."""
         by_file: dict[str, list[_Wanted]] = {}
         for part in parts:
             for extent in self._touching(part.name, part.box):
@@ -235,7 +235,7 @@ class Source:
 
 
 class _Wanted(NamedTuple):
-    """An extent, the bytes of the file that it is, and the part that gets elements of it."""
+    """An extent, its bytes in the file, and the part that gets its elements."""
 
     start: int
     stop: int
@@ -244,13 +244,13 @@ class _Wanted(NamedTuple):
 
     @property
     def needs_all(self) -> bool:
-        """Whether all bytes of the extent have to be read."""
+        """Whether all bytes of the extent must be read."""
         extent = self.extent
         return bool(extent.crcs) or extent.box.intersect(self.part.box) == extent.box
 
 
 def _neighbors(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Groups that are read together: extents next to each other, of WINDOW_BYTES at most if they are several."""
+    """Groups that are read together: adjacent extents, at most WINDOW_BYTES if there are several."""
     group, first, last = list[_Wanted](), 0, -1
     for one in sorted(wanted, key=itemgetter(0)):
         start, stop, extent, _ = one
@@ -273,7 +273,7 @@ def _read_group(file: StoredFile, group: Sequence[_Wanted], run: _Run) -> None:
         return
     span = _Span(file, group[0].start, max(one.stop for one in group))
     for start, stop, extent, (name, box, target, data) in group:
-        if extent.box == box and len(extent.crcs) == 1 and extent.order is None:  # as most are where ranks are as many
+        if extent.box == box and len(extent.crcs) == 1 and extent.order is None:  # most, for equal world sizes
             found = span.part(start, stop)
             _check_crc(span, name, crc32(found), extent.crcs[0])
             data[:] = found
@@ -313,7 +313,7 @@ class _Data:
         self._last, self._number = bytearray(), -1  # the block that was read last, of which the next rows may be
 
     def copy(self, target: Tensor, box: Box, data: memoryview | None = None) -> None:
-        """Copy what the extent has of `box`, which `target` holds, into `target`, whose bytes are `data` if known."""
+        """Copy the common elements of the extent and `box` into `target`, whose bytes are `data` if known."""
         full = self._extent.box
         if self._extent.order is not None:
             target, full, box = (_permuted(x, self._extent.order) for x in (target, full, box))
@@ -328,7 +328,7 @@ class _Data:
             self._copy(0, full, target, box)
 
     def _copy(self, start: int, full: Box, target: Tensor, box: Box) -> None:
-        """Read a part of the extent, the box `full` of which begins at byte `start`."""
+        """Read a part of the extent, of the box `full` that begins at byte `start`."""
         common = full.intersect(box)
         assert common is not None, f"{full} and {box} share nothing"
         inner, destination = common.relative_to(full), target[common.relative_to(box)]
@@ -353,7 +353,7 @@ class _Data:
             destination[at : at + last - first].copy_(found[(slice(None), *inner[1:])])
 
     def _run_bytes(self, full: Box, common: Box) -> int:
-        """How many bytes of `common` follow each other in `full`."""
+        """The bytes of `common` that are contiguous in `full`."""
         last = max(dim for dim in range(len(full.sizes)) if common.sizes[dim] != full.sizes[dim])
         return self.itemsize * prod(common.sizes[last:])
 
@@ -362,7 +362,7 @@ class _Data:
         if not self._crcs:
             self.file.read_into(buffer, self._extent.start + offset)
             return
-        if len(self._crcs) == 1 and len(buffer) == self._num_bytes:  # as of most tensors: no list of blocks
+        if len(self._crcs) == 1 and len(buffer) == self._num_bytes:  # most tensors: no list of blocks
             self._read_block(0, buffer)
             return
         complete: list[tuple[int, memoryview]] = []
@@ -383,7 +383,7 @@ class _Data:
             pass
 
     def _read_block(self, number: int, block: memoryview) -> None:
-        """Fill `block` with the bytes that a crc32 is of."""
+        """Fill `block` with the bytes of one crc32."""
         first, found = number * self._length, 0
         for at in range(0, len(block), WINDOW_BYTES):
             part = block[at : at + WINDOW_BYTES]
@@ -409,7 +409,7 @@ def _permuted(x: Any, order: Sequence[int]) -> Any:
 def checkpoint_source(
     store: CheckpointStore, version: str, manifest: Manifest, progress: Progress | None = None
 ) -> Source:
-    """The tensors and values of a version of a store; a file is refused unless it has the header that they imply."""
+    """The tensors and values of a version of a store; refuses a file whose header differs from the implied one."""
     layouts = manifest.file_layouts()
 
     def open_file(name: str) -> StoredFile:

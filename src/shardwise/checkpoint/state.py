@@ -1,4 +1,4 @@
-"""A nested state as flat names, and what a rank holds of each tensor in it."""
+"""A nested state under flat names, and the boxes of its tensors on a rank."""
 
 import hashlib
 import math
@@ -25,7 +25,7 @@ from shardwise.checkpoint.files import DTYPES
 from shardwise.checkpoint.sources import Part
 from shardwise.errors import CheckpointError
 
-MODEL = "model."  # what `state_of` puts before the names of a module
+MODEL = "model."  # prefix of a module's names in `state_of`
 
 
 class Leaf(NamedTuple):
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
 
 
 class LocalBoxes(NamedTuple):
-    """The boxes of a tensor that this rank holds and that are not empty, each with a view of its memory."""
+    """The boxes of a tensor on this rank that are not empty, each with a view of its memory."""
 
     layout: Layout
     dtype: torch.dtype
@@ -78,7 +78,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def as_json(value: Any, where: str) -> Any:
-    """`value` as JSON gives it back: tuples become lists, subclasses of numbers and strings the plain kind."""
+    """`value` as JSON returns it: tuples become lists, subclasses of numbers and strings plain ones."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -113,9 +113,9 @@ def storable_boxes(name: str, x: Tensor) -> LocalBoxes:
 
 
 def new_memory(tensors: Mapping[str, LocalBoxes]) -> tuple[dict[str, LocalBoxes], list[Part]]:
-    """All tensors with their boxes on the CPU, whose elements have no values yet, and as parts to be read.
+    """New CPU memory, without values, for the boxes of all tensors, and as parts to be read.
 
-    NumPy asks the system for large pages, torch does not: the faults of small ones took half of the time of a load.
+    NumPy requests large pages, torch does not: page faults of small ones took half of the time of a load.
     """
     sizes: dict[torch.dtype, list[int]] = defaultdict(list)
     for boxes in tensors.values():
@@ -144,7 +144,7 @@ def _split(memory: NDArray[np.uint8], dtype: torch.dtype, sizes: Sequence[int]) 
 def fill(targets: Iterable[LocalBoxes], found: Iterable[LocalBoxes]) -> None:
     """Copy the elements of all boxes."""
     views, values = ([view for boxes in of for _, view in boxes.views] for of in (targets, found))
-    if any(view.is_conj() or view.is_neg() for view in views):  # of which a list cannot be filled
+    if any(view.is_conj() or view.is_neg() for view in views):  # lists of these cannot be filled
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
     elif views:
@@ -175,7 +175,7 @@ def _replicated(shape: tuple[int, ...], world_size: int) -> Layout:
 
 @lru_cache(maxsize=4096)
 def holders(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks that hold the same boxes as `rank`, itself among them: they differ on Replicate axes only."""
+    """The ranks with the boxes of `rank`, itself among them: they differ on Replicate axes only."""
     here = layout.mesh.coordinate(rank)
     assert here is not None, f"rank {rank} is outside {layout.mesh}"
     choices = [
@@ -186,7 +186,7 @@ def holders(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def held_boxes(layouts: Mapping[str, Layout], rank: int) -> Iterator[tuple[str, Box, bool]]:
-    """Each box that `rank` holds: its tensor, and whether `rank` writes it, as one of its holders does."""
+    """Each box on `rank`: its tensor, and whether `rank` writes it; one of its holders does."""
     for name, layout in layouts.items():
         boxes = [box for box in layout.boxes(rank) if box.numel]
         sharers = holders(layout, rank) if boxes else ()
@@ -195,12 +195,12 @@ def held_boxes(layouts: Mapping[str, Layout], rank: int) -> Iterator[tuple[str, 
 
 
 def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """The name of a box in its file: a full tensor keeps its own name, so that other tools find it."""
+    """The name of a box in its file. A full tensor keeps its name, so that other tools find it."""
     return name if box.sizes == shape else f"{name}{box}"
 
 
 def with_replicas(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """The layouts by name, those on a sub-mesh as replicas on all sub-meshes that other ranks have for the same names.
+    """The layouts by name. Those on a sub-mesh become replicas on all sub-meshes of other ranks for these names.
 
     All ranks call it. Names on sub-meshes that overlap are left as they are.
     """
@@ -221,6 +221,6 @@ def with_replicas(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
 
 
 def _on_joint_mesh(layout: Layout, mesh: Mesh) -> Layout:
-    """The layout on a mesh with one more axis, the first, on which it is replicated."""
+    """The layout on a mesh with an additional first axis, on which it is replicated."""
     order = (0, *(axis + 1 for axis in layout.shard_order))
     return Layout(mesh, [REPLICATE, *layout.placements], layout.shape, order, layout.strides)

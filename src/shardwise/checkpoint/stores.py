@@ -1,8 +1,8 @@
-"""Where checkpoints are stored: files in a `Store`, and the versions of a checkpoint in it.
+"""Storage of checkpoints: files in a `Store`, and the versions of a checkpoint in it.
 
-A version is a folder with a manifest and the files that it names; of each step one counts. A version that is being
-written is a draft. How a draft becomes a version depends on the store: `RenamedVersions` renames it,
-`CommittedVersions` puts an empty file beside it. The order of a save is in `saving.py`.
+A version is a folder with a manifest and the files that it names; one version counts for each step. A draft is a
+version being written. `RenamedVersions` makes it a version by renaming it, `CommittedVersions` by an empty file beside
+it. The order of a save is in `saving.py`.
 """
 
 import os
@@ -20,7 +20,7 @@ from shardwise.errors import CheckpointError, UnreachableError
 
 _STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,17})", re.ASCII)
 _ANY_STEP = re.compile(r"step-(\d{1,18})(-[0-9a-f]{8})?", re.ASCII)  # also of a folder that was renamed
-SHORT_BYTES = 4096  # of `latest` and of locks, at most
+SHORT_BYTES = 4096  # largest `latest` or lock
 NAME_A_FOLDER = "name a folder: a checkpoint, step-…, or the one above"
 SAVED_TO = "name a folder or URL to which a checkpoint was saved"
 GONE = (
@@ -30,12 +30,12 @@ GONE = (
 
 
 def step_name(step: int) -> str:
-    """What the folder of a step is called."""
+    """The name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder; None if `name` is not of one."""
+    """The step of a folder's name; None if `name` is not one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -43,11 +43,11 @@ def step_of(name: str) -> int | None:
 class Store(Protocol):
     """Files by path, such as `step-00000100/manifest.json`: `FolderStore`, `ObjectStore`.
 
-    `list` and `open` raise CheckpointError, and UnreachableError where it is not known what is there. The others raise
+    `list` and `open` raise CheckpointError, or UnreachableError if the store does not answer. Other methods raise
     OSError. Several threads call a store. `StoreContract` in tests/checkpoint tests all of this.
 
     Attributes:
-        name: the folder or URL, for errors, and to know whether two stores are the same.
+        name: the folder or URL, for errors and to compare stores.
         renames: whether it has `rename`.
     """
 
@@ -55,35 +55,35 @@ class Store(Protocol):
     renames: bool
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        """The size of each file directly in `folder`, None for each folder; nothing if it is not there.
+        """The size of each file directly in `folder`, None for each folder; empty if there is no such folder.
 
-        A listing may lack what was written a moment ago.
+        A listing may lack recent files.
         """
 
     def open(self, path: str) -> StoredFile:
         """A file to read."""
 
     def write(self, path: str, size: int, content: Iterable[memoryview | bytes]) -> None:
-        """Write a new file of `size` bytes, and the folder for it; on return it is on disk."""
+        """Write a new file of `size` bytes, and its folders; on return it is on disk."""
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write a file and the folders for it, unless it is there: then False. Of several processes, one succeeds.
+        """Write a file and its folders; False if the file exists. Of several processes, one succeeds.
 
-        If it raises, a part of it may be there.
+        If it raises, a part of the file may exist.
         """
 
     def rename(self, source: str, target: str) -> None:
         """Rename a folder, or a file that may replace another, at once. If it raises, nothing was renamed."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder, at once if the store renames; what is in it as far as possible."""
+        """Remove a folder, at once if the store renames, with its content as far as possible."""
 
 
 class CheckpointStore:
-    """The versions of a checkpoint in a store, by the paths of their folders. A subclass says how they are committed.
+    """The versions of a checkpoint in a store, by the paths of their folders. Subclasses define how they are committed.
 
     All ranks read and write; the rank that has the lock does the rest.
     """
@@ -93,46 +93,46 @@ class CheckpointStore:
         self.place = self.name if "://" in self.name else os.path.realpath(self.name)  # the same by every name of it
 
     def own_version(self) -> str | None:
-        """The version that the store itself is, if it is a checkpoint."""
+        """The version that is the store itself, if it is a checkpoint."""
         raise NotImplementedError
 
     def versions(self) -> Mapping[int, str]:
-        """The version of each step, complete or not, in the order in which to look for the one to load."""
+        """The version of each step, complete or not, in the order in which to try to load them."""
         raise NotImplementedError
 
     def location(self, version: str) -> Path | str:
-        """Where a version is, as `load` takes it."""
+        """The location of a version, as `load` takes it."""
         raise NotImplementedError
 
     def tidy(self) -> Mapping[int, str]:
-        """Remove what interrupted saves left. What is there then, as `versions`."""
+        """Remove leftovers of interrupted saves. Returns the remaining versions, as `versions`."""
         raise NotImplementedError
 
     def draft(self, step: int, after: Iterable[str]) -> str:
-        """A new draft of `step`, to become the version saved last, after the versions `after`."""
+        """A new draft of `step`, for the version to be saved last, after the versions `after`."""
         raise NotImplementedError
 
     def publish(self, draft: str) -> str:
-        """Make a draft with all its files the version of its step and the one saved last, at once.
+        """Make a draft with all its files the version of its step and the last saved one, at once.
 
-        If this raises, the store is as it was before, but for the draft.
+        If this raises, only the draft in the store has changed.
         """
         raise NotImplementedError
 
     def discard(self, draft: str) -> None:
-        """Remove a draft; nothing if it is a version by now."""
+        """Remove a draft, unless it is a version already."""
         raise NotImplementedError
 
     def remove(self, version: str) -> None:
-        """Remove a version, which disappears at once; what is left of it is removed by a later `tidy`."""
+        """Remove a version, which disappears at once; a later `tidy` removes the rest."""
         raise NotImplementedError
 
     def names(self) -> Sequence[str]:
-        """All that is directly in the store."""
+        """All names directly in the store."""
         return sorted(self.files.list(""))
 
     def open(self, version: str, file: str) -> StoredFile:
-        """A file of a version or draft to read; CheckpointError if it is missing."""
+        """Open a file of a version or draft; CheckpointError if it is missing."""
         return self.files.open(file if version == "." else f"{version}/{file}")
 
     def sizes(self, version: str) -> Mapping[str, int | None]:
@@ -140,7 +140,7 @@ class CheckpointStore:
         return self.files.list("" if version == "." else version)
 
     def read_short(self, path: str) -> bytes | None:
-        """The content of a short file; None if it is not there."""
+        """The content of a short file; None if it is missing."""
         try:
             with closing(self.files.open(path)) as file:
                 if file.size > SHORT_BYTES:
@@ -171,7 +171,7 @@ def find(store: CheckpointStore) -> tuple[str, Manifest]:
 
 
 def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointError:
-    """The error where no version is complete, for these reasons."""
+    """The error if no version is complete, with the reasons."""
     lines = [f"there is no complete checkpoint in {store.name}", *reasons]
     if not reasons:
         fix = reader_of_no_checkpoint(store.names())
@@ -183,14 +183,14 @@ def none_complete(store: CheckpointStore, reasons: Iterable[str]) -> CheckpointE
 
 
 def find_latest(store: CheckpointStore, warns: bool = True) -> tuple[tuple[str, Manifest] | None, list[str]]:
-    """The complete version to load and its manifest, or None; and why each that comes before is not complete.
+    """The complete version to load and its manifest, or None; and why earlier candidates are not complete.
 
-    The one saved last comes first. A save may remove a version between its listing and its turn, so there is none only
-    if nothing changed meanwhile. If one is found, there is a warning for each that comes before.
+    The last saved one comes first. A save may remove a version after the listing, so None is certain only if nothing
+    changed meanwhile. If one is found, each candidate before it causes a warning.
 
     Raises:
-        UnreachableError: it is not known whether the one saved last is complete.
-        NewerVersionError: one that would be it is of a version of the format that is not known yet.
+        UnreachableError: the last saved one may be complete or not.
+        NewerVersionError: a candidate has a newer version of the format.
     """
     before: tuple[Mapping[int, str], Sequence[str]] | None = None
     while True:
@@ -214,7 +214,7 @@ def find_latest(store: CheckpointStore, warns: bool = True) -> tuple[tuple[str, 
 
 
 def is_unchanged(store: CheckpointStore, version: str, sha256: str) -> bool:
-    """Whether a version that was found with this manifest is still there, and the same."""
+    """Whether a version still has this manifest."""
     own = store.own_version()
     try:
         there = [own] if own is not None else store.versions().values()
@@ -227,8 +227,8 @@ def stored_manifest(store: CheckpointStore, version: str) -> Manifest:
     """The manifest of a version, fully validated.
 
     Raises:
-        MisnamedError: it is of another step than its folder is named after.
-        NewerVersionError: its version of the format is not known yet.
+        MisnamedError: its step differs from that in its folder's name.
+        NewerVersionError: its version of the format is newer.
     """
     location = store.location(version)
     with closing(store.open(version, MANIFEST)) as file:
@@ -265,7 +265,7 @@ def complete_manifest(store: CheckpointStore, version: str) -> Manifest:
 
 
 def is_damaged(store: CheckpointStore, version: str) -> bool:
-    """Whether nothing can be loaded from it; not so one of another step. Raises if that is not known."""
+    """Whether it cannot be loaded; a wrong step is no damage. Raises if that is unknown."""
     try:
         complete_manifest(store, version)
     except (UnreachableError, NewerVersionError):

@@ -37,18 +37,18 @@ def state_of(
     optimizer: Optimizer | Mapping[str, Optimizer] | Sequence[Optimizer] | None = None,
     schedulers: LRScheduler | Mapping[str, LRScheduler] | Sequence[LRScheduler] | None = None,
 ) -> dict[str, Any]:
-    """What to give to `save` to be able to `restore` training.
+    """The argument of `save` from which `restore` resumes training.
 
         save(folder, state_of(model, {"layers": adam, "tables": tables.fused_optimizer}, {"layers": cosine}), step=7)
 
     The names are `model.<parameter or persistent buffer>`, `optimizer.<parameter>.<state key>`,
     `optimizer.param_groups`, which has the class, parameters and hyper-parameters of each group, and
-    `optimizer.schedulers`. What a module has under several names is there once, under the first. Names of
-    `DistributedDataParallel` and of `torch.compile` around the module are left out.
+    `optimizer.schedulers`. A parameter with several names has the first one only. Name prefixes of
+    `DistributedDataParallel` and `torch.compile` around the module are left out.
 
     Args:
-        optimizer: one, or several of different parameters: beside that of the other parameters, the
-            `fused_optimizer` of a sharded collection. Without names they are called "0", "1", …
+        optimizer: one, or several of different parameters, such as the `fused_optimizer` of a sharded collection beside
+            the optimizer of other parameters. Without names they are called "0", "1", …
         schedulers: of learning rates, named in the same way.
 
     Raises:
@@ -72,7 +72,7 @@ class Restored(Manifest):
     """The manifest of a checkpoint that was restored.
 
     Attributes:
-        dropped: with `strict=False`, what does not fit the optimizers and schedulers, a line each.
+        dropped: with `strict=False`, the entries of optimizers and schedulers that do not fit, a line each.
     """
 
     dropped: tuple[str, ...] = ()
@@ -92,19 +92,19 @@ def restore(
 ) -> Restored:
     """Load a checkpoint of `state_of` into a module, its optimizers and schedulers, fresh or used.
 
-    Optimizer states are found by the names of their parameters, and made with the layouts of these if they are not
-    there yet; schedulers by their own names. Hyper-parameters become those of the checkpoint, as with torch; which
-    implementation an optimizer uses (fused, foreach, …) does not. A state of [rows, shards of columns] of a sharded
-    collection becomes the mean over these shards if there is another number of them.
+    Optimizer states are found by the names of their parameters, and made with their layouts if they do not exist yet;
+    schedulers by their own names. Hyper-parameters are loaded, as with torch, except the choice of implementation
+    (fused, foreach, …). A state of [rows, shards of columns] of a sharded collection becomes the mean over these shards
+    if their number differs.
 
     Args:
         folder: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         optimizer, schedulers: as for `state_of`.
-        extra: what else was saved beside `state_of(...)`; filled in place.
+        extra: what was saved beside `state_of(...)`; filled in place.
         subset: whether the checkpoint may hold more, for example the optimizer when only the module is wanted.
         strict: whether optimizers and schedulers that do not fit are refused. Otherwise what fits is loaded: all states
-            that a parameter needs, or none of them; the hyper-parameters of a group whose class and names of states are
-            the same. `dropped` of the result says the rest.
+            of a parameter or none; the hyper-parameters of a group with the same class and names of states. `dropped`
+            of the result lists the rest.
         resize: as for `load`, by the names of parameters: `{"tables.embedding_bags.items.weight": 1200}`. New rows are
             those of a new table, or filled by `init_fn`; their optimizer states are those of a row without gradients.
 
@@ -147,7 +147,7 @@ def _fit(
     schedulers: Mapping[str, LRScheduler],
     subset: bool,
 ) -> tuple[OptimizersFit, dict[str, dict[str, Any]]]:
-    """What optimizers get from a checkpoint, with the differences of schedulers, and what schedulers get."""
+    """The `OptimizersFit` of a checkpoint with the differences of schedulers, and the states of schedulers."""
     fit = fit_optimizers(manifest, module, optimizers, subset) if optimizers else OptimizersFit()
     if not schedulers:
         return fit, {}
@@ -156,7 +156,7 @@ def _fit(
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside wrappers of data parallelism and of `torch.compile`, whose names begin otherwise."""
+    """The module inside wrappers for data parallelism and `torch.compile`, which prefix its names."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
@@ -167,7 +167,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _model_state(of_module: Mapping[str, Any]) -> dict[str, Any]:
-    """Under the names of a checkpoint, each tensor once."""
+    """The module's state under the names of a checkpoint, each tensor once."""
     seen: set[int] = set()
     state = {}
     for name, value in of_module.items():
@@ -180,7 +180,7 @@ def _model_state(of_module: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row_fix(module: nn.Module, name: str, stored_rows: int, rows: int) -> str:
-    """How to load a parameter that has other rows in the checkpoint; its name is that in the checkpoint."""
+    """The fix for a parameter with other rows in the checkpoint, by its name there."""
     own = name.removeprefix("model.")
     if name == own or own not in dict(module.named_parameters()):
         return ""
@@ -219,7 +219,7 @@ def _rows(
 
 
 def _initializer(module: nn.Module, name: str) -> Callable[[Tensor], object] | None:
-    """What fills new rows of a parameter that is a table: `<collection>.embedding_bags.<table>.weight`."""
+    """The function that fills new rows of a table, `<collection>.embedding_bags.<table>.weight`."""
     *path, table, _ = ["", *name.split(".")]
     collection = module.get_submodule(".".join(path[1:-1]))
     configs = collection._configs if isinstance(collection, Collection) else ()

@@ -1,12 +1,12 @@
-"""One writer per folder: a lock that says which process holds it, and that does not outlive it.
+"""One writer per folder: a lock that names its process and ends with it.
 
     with lock("runs/1"):      # while one job trains, another one that saves to runs/1 is refused
         ...
 
-The lock has the host, the id and the start of the process. Where that process can be looked up, because boot and
-process namespace are the same, it holds the lock if it lives and has the same start. Elsewhere nothing is compared
-with a clock of another host: the holder renews its lock every `BEAT_SECONDS`; whoever wants it watches, and takes one
-that was not renewed for `SILENT_SECONDS`.
+The lock has the host, the id and the start of the process. Where boot and process namespace are equal, the process can
+be looked up: it holds the lock if it lives and has the same start. Elsewhere no clocks of hosts are compared: the
+holder renews its lock every `BEAT_SECONDS`; another process takes a lock that it did not see renewed for
+`SILENT_SECONDS`.
 """
 
 import json
@@ -57,13 +57,13 @@ class Writer:
 
     @property
     def lives(self) -> bool:
-        """Whether the process is there; for one that can be looked up."""
+        """Whether the process lives, if it can be looked up."""
         found = _start_of(self.pid)
         return _exists(self.pid) if found is None else found == self.started
 
 
 def this_process() -> Writer:
-    """The one that would hold a lock taken here."""
+    """The process that would hold a lock taken here."""
     boot, namespace = _machine()
     pid, since = os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return Writer(socket.gethostname(), pid, _start_of(pid) or 0, boot, namespace, since, secrets.token_hex(8))
@@ -76,7 +76,7 @@ def _machine() -> tuple[str, str]:
 
 
 def _start_of(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat, see proc(5); 0 of a process that has ended; None where it cannot be read."""
+    """Field 22 of /proc/PID/stat, see proc(5); 0 of a process that has ended; None if it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -102,16 +102,16 @@ def _parsed(content: bytes) -> Writer | None:
 
 
 class _StoreLock:
-    """The lock of a store in this process, which holds it until it was released as often as it was taken."""
+    """The lock of a store in this process, held until it is released as often as it was taken."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store, self._count, self._content = store, 0, b""
-        self._turn = threading.Lock()  # of threads of this process that want the same store
+        self._turn = threading.Lock()  # for threads of this process that want one store
         self._seen: tuple[bytes, bytes | None] | None = None
         self._seen_at = 0.0
 
     def attempt(self) -> bool:
-        """Whether this process has the lock; else ask again: it is not known yet whether the holder lives."""
+        """Whether this process has the lock; if not, ask again: the holder may live or not."""
         with self._turn:
             if self._count or self._took():
                 self._count += 1
@@ -129,7 +129,7 @@ class _StoreLock:
                     self._drop(self._content)
 
     def require(self) -> None:
-        """Raise CheckpointError if another job has taken the lock from this process, which took it before."""
+        """Raise CheckpointError if another job has taken the lock of this process."""
         found = self._store.read_short(LOCK)
         if found != self._content:
             now = "gone" if found is None else f"held by {_parsed(found) or 'another job'}"
@@ -160,7 +160,7 @@ class _StoreLock:
             return True
         writer = _parsed(found)
         if writer is not None and writer.can_be_looked_up:
-            mine = writer.pid == os.getpid()  # which does not hold it: removing it failed
+            mine = writer.pid == os.getpid()  # it does not hold the lock: removing it failed
             if writer.lives and not mine:
                 raise self._refused(str(writer))
         elif self._seen != (now := (found, self._store.read_short(RENEWED))):
@@ -200,7 +200,7 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 
 def lock_of(store: CheckpointStore) -> _StoreLock:
-    """The lock of a store, whatever name it has."""
+    """The lock of a store, by any of its names."""
     return _locks.setdefault(store.place, _StoreLock(store))
 
 
@@ -216,7 +216,7 @@ class WriterLock:
         return self._is_taken
 
     def release(self) -> None:
-        """Give it back, if this rank took it."""
+        """Release the lock, if this rank took it."""
         if self._is_taken:
             self._is_taken = False
             self._lock.release()
@@ -224,14 +224,14 @@ class WriterLock:
 
 @checked
 def lock(folder: str | PathLike[str]) -> AbstractContextManager[None]:
-    """Let no other job save to `folder` inside; all ranks of the world use it, and may `save` there.
+    """Let no other job save to `folder` inside. All ranks of the world use it, and may `save` there.
 
         with lock("runs/1"):
             train()
 
-    `save` takes the lock while it runs; a job that takes it for all its training is refused at once where another one
-    writes. The lock of a process that has ended counts for nothing: on the machine of that process its id and start
-    are looked up, elsewhere it counts as ended after 60 s without a sign of life.
+    `save` takes the lock while it runs. A job that takes it for all its training is refused at once where another one
+    writes. The lock of a process that has ended is void: on its machine the id and start are looked up, elsewhere it
+    ends after 60 s without renewal.
 
     Raises:
         CheckpointError: another job holds it; the same text on every rank says which process on which host.
@@ -240,7 +240,7 @@ def lock(folder: str | PathLike[str]) -> AbstractContextManager[None]:
 
 
 def lock_alone(folder: Location) -> AbstractContextManager[None]:
-    """`lock` for a process that works alone, whatever world it belongs to."""
+    """`lock` for a process that works alone, in any world."""
     return _locked(folder, lambda attempt: attempt())
 
 

@@ -38,7 +38,7 @@ class Indexed(Protocol):
 
 @checked_init
 class BatchLoader:
-    """The global batches of a data set; every rank loads its own samples of each.
+    """The global batches of a data set; every rank loads its own samples of each batch.
 
         loader = BatchLoader(dataset, 256, mesh, shuffle=True, num_workers=2)
         for features, labels in loader:  # DTensors of 256 rows, sharded over the data axes
@@ -46,12 +46,12 @@ class BatchLoader:
 
     Tensors become DTensors that are sharded along dim 0 on the data axes, as by torch.chunk, and replicated on the
     others. A KeyedJaggedTensor stays plain, with the samples of this rank, as collections take it; so do strings and
-    numbers. They may be in tuples, lists, dicts and dataclasses. The last batch of an epoch may be shorter: ranks
-    then have fewer samples, or none.
+    numbers. Batches may be nested in tuples, lists, dicts and dataclasses. The last batch of an epoch may be shorter:
+    ranks then have fewer samples, or none.
 
-    An iteration goes on where the last one stopped; after the end of an epoch the next one begins. Each epoch has an
-    order of its own. A sample is loaded with random numbers (of torch, numpy and `random`) that depend only on the
-    seed, the epoch and its index. So batches are the same on any number of ranks and workers, and after a resume.
+    An iteration resumes where the last one stopped; after the end of an epoch the next one begins. Each epoch has its
+    own order. A sample is loaded with random numbers (of torch, numpy and `random`) that depend only on the seed, the
+    epoch and its index. So batches are equal on any number of ranks and workers, and after a resume.
 
     Args:
         dataset: with a length and samples by index, the same on all ranks.
@@ -63,18 +63,18 @@ class BatchLoader:
         seed: of the orders and of the samples.
         drop_last: leave out a last batch of fewer than `batch_size` samples.
         collate_fn: makes a batch of a list of samples. Its tensors have the samples along dim 0, and other sizes that
-            do not depend on them. It never gets an empty list: on a rank without samples it gets one, which is removed
-            from tensors and jagged features again; strings and numbers stay those of it.
+            do not depend on them. The list is never empty: a rank without samples passes one, and removes it from
+            tensors and jagged features; strings and numbers stay.
         options: more arguments of torch's `DataLoader`, such as `num_workers`, `prefetch_factor`,
             `persistent_workers` and `pin_memory`.
 
     Raises:
-        ArgumentError: a data set without length or index, a batch size below 1, an unknown option; in the loop, what
-            the collate_fn made is not a batch.
+        ArgumentError: a data set without length or index, a batch size below 1, an unknown option; in the loop, a
+            result of the collate_fn that is not a batch.
         MeshError: this rank is not part of the mesh, or it has no such axis.
         MismatchError: in the loop, on all ranks: batches of different steps, dtypes or sizes.
-        RemoteRankError: in the loop: samples of another rank could not be loaded. There the error is raised as it is.
-            The next iteration begins with the same batch on all ranks.
+        RemoteRankError: in the loop: another rank failed to load its samples, and raises the error itself. The next
+            iteration begins with that batch on all ranks.
 
     Sends: for each batch one small message to every rank of the mesh, to compare its shapes.
     """
@@ -119,18 +119,18 @@ class BatchLoader:
         self._epoch, self._position, self._iteration = 0, 0, 0
 
     def _end(self, start: int) -> int:
-        """Where an epoch ends whose next batch begins at sample `start`."""
+        """The end of the epoch whose next batch begins at sample `start`."""
         count = self._order["num_samples"]
         return count - (count - start) % self.batch_size if self.drop_last else count
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """The number of batches of an epoch."""
         return (self._end(0) + self.batch_size - 1) // self.batch_size
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins, the same on every rank; JSON can hold it.
+        """The position of the next batch, equal on every rank, as JSON.
 
-        It may be loaded for another number of ranks, and with another batch size.
+        It may be loaded on another number of ranks, and with another batch size.
         """
         return {"epoch": self._epoch, "position": self._position, **self._order}
 
@@ -138,7 +138,7 @@ class BatchLoader:
         """Begin the next iteration where `state` was saved.
 
         Raises:
-            ArgumentError: the state is of another order, or none of a `BatchLoader`.
+            ArgumentError: the state has another order, or is not of a `BatchLoader`.
         """
         for name, expected in self._order.items():
             if state.get(name) != expected:
@@ -191,7 +191,7 @@ class BatchLoader:
             yield start, stop, *_span(self.mesh, self.placements, stop - start, collectives.rank())
 
     def _requests(self) -> Iterator[list[tuple[int, int]]]:
-        """The epoch and the number of each sample of this rank, by batch."""
+        """The epoch and the index of each sample of this rank, by batch."""
         epoch, count, seed = self._epoch, self._order["num_samples"], self._order["seed"]
         order = _shuffled(count, _seed_of(seed, epoch)) if self._order["shuffle"] else None
         for start, _, first, last in self._steps_left():
@@ -200,7 +200,7 @@ class BatchLoader:
             yield [(epoch, index) for index in (own if order is None else order[own.start : own.stop].tolist())]
 
     def _compare(self, facts: dict[str, Any], failure: Exception | None) -> None:
-        """Raise on all ranks if their batches differ, or one has none because of its `failure`, which it raises."""
+        """Raise on all ranks if their batches differ, or if one has a `failure` instead, which it raises."""
         ranks = tuple(sorted(self.mesh.ranks))
         failed = None if failure is None else summary(failure)
         every = collectives.gather_if_different("a batch", facts | {"failed": failed}, ranks)
@@ -230,25 +230,25 @@ def _placements(mesh: Mesh, axis: str | int | Sequence[str | int] | None) -> tup
 
 @lru_cache
 def _span(mesh: Mesh, placements: tuple[Placement, ...], count: int, rank: int) -> tuple[int, int]:
-    """Which of the `count` samples of a batch are this rank's: from, to."""
+    """The range of this rank's samples among the `count` of a batch: first, last + 1."""
     boxes = Layout(mesh, placements, (count,)).boxes(rank)
     return (boxes[0].offsets[0], boxes[0].offsets[0] + boxes[0].sizes[0]) if boxes else (0, 0)
 
 
 def _shuffled(count: int, seed: int) -> Tensor:
-    """A permutation of `count` indices, the same on every rank; 4 bytes an index if that is enough."""
+    """A permutation of `count` indices, equal on every rank; of 4 bytes an index if possible."""
     dtype = torch.int32 if count < 1 << 31 else torch.int64
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def _seed_of(*numbers: int) -> int:
-    """A seed of 32 bits, of all of which each of these numbers counts: a generator on the CPU looks at no more."""
+    """A seed of 32 bits that depends on all these numbers: a CPU generator reads no more bits."""
     mixed = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()[:4]
     return int.from_bytes(mixed, "little")
 
 
 class _Requests:
-    """A batch sampler: in each epoch the requests that `begin` gives then."""
+    """A batch sampler: the requests that `begin` returns, in each epoch."""
 
     def __init__(self, begin: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
         self._begin = begin
@@ -264,7 +264,7 @@ class _Samples(Dataset[object]):
         self._dataset, self._seed = dataset, seed
 
     def __getitems__(self, requests: list[tuple[int, int]]) -> list[object]:
-        """Load samples; the generators on the CPU are as before afterwards."""
+        """Load samples; restores the generators on the CPU."""
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - what samples may use
         try:
             return [self._sample(_seed_of(self._seed, *request), request[1]) for request in requests]
@@ -281,11 +281,11 @@ class _Samples(Dataset[object]):
 
 
 class _Placed:
-    """Gives the tensors of a batch their layout, and notes what has to be equal on all ranks.
+    """Gives the tensors of a batch their layout, and records values that must be equal on all ranks.
 
     Args:
-        count: samples of all ranks.
-        here: samples of this rank.
+        count: number of samples on all ranks.
+        here: number of samples on this rank.
     """
 
     def __init__(self, loader: BatchLoader, count: int, here: int) -> None:

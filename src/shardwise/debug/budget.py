@@ -9,10 +9,10 @@ from shardwise.errors import RuleError
 
 
 class Budget(Listener):
-    """What `no_implicit_comm` allows, and what is spent of it.
+    """The limit of `no_implicit_comm`, and the bytes spent so far.
 
-    Every rank must come to the same decision. So an event is charged with what all ranks of its mesh send, and each
-    mesh has a budget of its own: a rank does not know what happens on meshes that it is not part of.
+    Every rank must come to one decision. So an event costs the bytes that all ranks of its mesh send, and each mesh has
+    its own budget: a rank does not know of events on meshes that it is not part of.
     """
 
     wants_call_sites = wants_totals = True
@@ -24,7 +24,7 @@ class Budget(Listener):
 
     @property
     def spent_bytes(self) -> int:
-        """What all ranks of a mesh together have sent implicitly; the largest number of any mesh."""
+        """The implicit bytes of all ranks of a mesh; the largest number of any mesh."""
         return max(self._spent.values(), default=0)
 
     def check(self, event: CommEvent) -> None:
@@ -40,7 +40,7 @@ class Budget(Listener):
             return
         allowed = f"{self.max_bytes:,} bytes" + (f", of which {spent:,} are spent" if spent else "")
         fix = f"give {cause.operand} the layout that the op needs, or redistribute it explicitly; or allow it: "
-        raise RuleError(  # the same text on every rank, so without what one of them would send
+        raise RuleError(  # one text on every rank, so without the bytes of one rank
             f"Implicit communication exceeds the budget: {event}\n"
             f"  Where: {cause.call_site or 'unknown'}\n"
             f"  Sends: {event.total_bytes:,} bytes over all ranks; allowed: {allowed}.\n"
@@ -61,12 +61,12 @@ class Budget(Listener):
 def no_implicit_comm(max_bytes: int = 0, *, gradients: bool = False) -> Iterator[Budget]:
     """Inside, ops and their backward may send at most `max_bytes` implicitly.
 
-    Implicit are redistributions of operands for a rule, the gathers of ops that have no rule, and both for gradients
-    in backward. Not implicit are `redistribute`, `full_tensor`, `item` and the like, their backward, and exchanges
-    that are part of an op, such as those of an embedding lookup. Budgets nest: communication must fit all of them.
+    Implicit are redistributions of operands for a rule, the gathers of ops without a rule, and both for gradients in
+    backward. Not implicit are `redistribute`, `full_tensor`, `item` and the like, their backward, and exchanges inside
+    an op, such as an embedding lookup. Budgets nest: communication must fit all of them.
 
     Args:
-        max_bytes: what all ranks of a mesh together may send inside the block.
+        max_bytes: bytes that all ranks of a mesh together may send inside the block.
         gradients: also count the reductions of gradients by `.grad`, and of gradients of plain tensors.
 
     Raises:

@@ -31,7 +31,7 @@ from shardwise.debug.module_tracker import GLOBAL, ModuleTracker, in_backward
 
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "checkpointing"
 TITLES = {FORWARD: "FORWARD PASS", BACKWARD: "BACKWARD PASS", RECOMPUTED: "ACTIVATION CHECKPOINTING"}
-YELLOW, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"  # as torch has them
+YELLOW, RED, END = "\033[1;33m", "\033[1;31m", "\033[0m"  # torch's colours
 Counts = Counter[Any]  # by op of `torch.ops.c10d_functional`
 
 # As torch has them, under aten's names and under those of functions.
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
     """One op that ran."""
 
     name: str
-    phase: str  # of TITLES
+    phase: str  # one of TITLES
     operands: tuple[Layout, ...] = ()  # layouts of the DTensors among its arguments; none for plain or local tensors
 
     def is_shown(self, noise_level: int) -> bool:
@@ -62,7 +62,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class _Record:
-    """What ran in one module; collectives and bytes also in all modules inside it."""
+    """The ops and parameters of one module; collectives and bytes also of all modules inside it."""
 
     counts: dict[str, Counts] = field(default_factory=lambda: {FORWARD: Counter(), BACKWARD: Counter()})
     sent_bytes: dict[str, Counts] = field(default_factory=lambda: {FORWARD: Counter(), BACKWARD: Counter()})
@@ -72,13 +72,13 @@ class _Record:
 class CommDebugMode(Listener):
     """Counts the collectives of this rank and the bytes it sends, by module, forward and backward.
 
-    A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives are counted under
-    the same keys, ops of `torch.ops.c10d_functional`; a redistribution is the collective that was planned, which may be
-    another one than that of torch's DTensor. Checks that ranks agree count too. Gradients that `.grad` reduces count as
-    backward of no module ("Global"). Functional collectives of `torch.distributed` that other code calls count as well,
-    among them those of torch's DTensor.
+    A context manager with the methods of `torch.distributed.tensor.debug.CommDebugMode`. Collectives have the same
+    keys, ops of `torch.ops.c10d_functional`. A redistribution counts as the collective that was planned, which may
+    differ from that of torch's DTensor. Checks between ranks count too. Gradients that `.grad` reduces count as
+    backward of no module ("Global"). Functional collectives of `torch.distributed` in other code count as well, also
+    those of torch's DTensor.
 
-    `c10d_functional` has its ops once `torch.distributed._functional_collectives` is imported.
+    `c10d_functional` has its ops after `torch.distributed._functional_collectives` is imported.
     """
 
     def __init__(self) -> None:
@@ -128,27 +128,27 @@ class CommDebugMode(Listener):
     # ---- results --------------------------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
-        """How many collectives there were."""
+        """The number of collectives."""
         return sum(self.comm_counts.values())
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """How many collectives there were, by op; 0 for others."""
+        """The number of collectives, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].counts)
 
     comm_counts = property(get_comm_counts)
 
     def get_comm_bytes(self) -> dict[Any, int]:
-        """What this rank sent to others, in bytes, by op; 0 for others."""
+        """The bytes that this rank sent to others, by op; 0 for others."""
         return _both_phases(self._records[GLOBAL].sent_bytes)
 
     def get_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
-        """How many collectives there were by module (and those inside it), "forward" or "backward", and op."""
+        """The number of collectives by module (with those inside it), "forward" or "backward", and op."""
         return {name: dict(x.counts) for name, x in self._with_collectives()}
 
     comm_module_counts = property(get_module_counts)
 
     def get_module_bytes(self) -> dict[str, dict[str, int]]:
-        """What this rank sent, in bytes, by module (and those inside it), and "forward" or "backward"."""
+        """The bytes that this rank sent, by module (with those inside it), and "forward" or "backward"."""
         return {name: _totals(record) for name, record in self._with_collectives()}
 
     def _with_collectives(self) -> list[tuple[str, _Record]]:
@@ -242,7 +242,7 @@ class _LocalOps(TorchDispatchMode):
     ) -> object:
         if any(issubclass(kind, Wrapper) or is_torch_dtensor_class(kind) for kind in types):
             return NotImplemented  # decomposed first; its local ops come here
-        if not any(kind.__name__ == "FakeTensor" for kind in types):  # by which torch's DTensor finds shapes
+        if not any(kind.__name__ == "FakeTensor" for kind in types):  # torch's DTensor finds shapes by these
             self.on_op(func, args)
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -261,16 +261,16 @@ _NAMES: dict[str, Any] = {
 
 @cache
 def _torch_op(kind: str) -> object:
-    """The op of `torch.ops.c10d_functional` that torch's tools count a collective of this kind as."""
+    """The op of `torch.ops.c10d_functional` as which torch's tools count this collective."""
     import_module("torch.distributed._functional_collectives")  # registers the ops
     names = {ours: theirs for theirs, ours in _NAMES.items()}
     return getattr(torch.ops.c10d_functional, names.get(kind, kind))
 
 
 def _functional_collective(func: object, args: Sequence[Any]) -> tuple[object, int] | None:
-    """The `_torch_op` of a call of a functional collective, and what this rank sends in it; None for other ops.
+    """The `_torch_op` of a call of a functional collective, and the bytes that this rank sends; None for other ops.
 
-    An all-reduce counts as a ring, as ours do.
+    An all-reduce counts as a ring.
     """
     if not isinstance(func, OpOverload) or not func.namespace.startswith("_c10d_functional"):
         return None

@@ -12,14 +12,15 @@ from shardwise import _collectives as collectives
 from shardwise._layout import Box, split_by_boxes
 from shardwise._tensor import DTensor, plain, to_layout
 
-Bounds = Callable[[Tensor], tuple[float, float]]  # from the expected value to a relative and an absolute tolerance
+Bounds = Callable[[Tensor], tuple[float, float]]  # expected value -> relative and absolute tolerance
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far floating point numbers may be apart: `atol + rtol * |expected|`; None takes the dtype's own.
+    """The allowed difference of floating point numbers: `atol + rtol * |expected|`; None takes the dtype's own.
 
-    A dtype's own are the square root of its eps, relative, and a tenth of that, absolute. Other dtypes must be equal.
+    A dtype's own relative tolerance is the square root of its eps, the absolute a tenth of that. Other dtypes must be
+    equal.
     """
 
     rtol: float | None = None
@@ -34,7 +35,7 @@ class Tolerance:
 class Difference:
     """The largest difference that one rank sees."""
 
-    what: str  # which result or operand
+    what: str  # the result or operand
     size: float  # absolute; infinite where values are missing, not numbers, or of another kind
     got: str
     want: str  # in plain torch
@@ -44,7 +45,7 @@ class Difference:
 
 
 def mismatched(got: Tensor, want: Tensor, bounds: Bounds) -> Tensor:
-    """Which elements differ by more than `bounds`; of integers and booleans all that are not equal."""
+    """The elements that differ by more than `bounds`; of integers and booleans all that are not equal."""
     if not (want.is_complex() or want.is_floating_point()):
         return got != want
     rtol, atol = bounds(want)
@@ -55,11 +56,11 @@ def _wide(x: Tensor, like: Tensor) -> Tensor:
     return x.to(torch.complex128 if like.is_complex() else torch.float64)
 
 
-Pair = tuple[str, object, object]  # what it is, what came out, what plain torch gives
+Pair = tuple[str, object, object]  # name, result, result of plain torch
 
 
 def pairs(what: str, got: object, want: object) -> Iterator[Pair]:
-    """Results one by one; looks into lists, tuples and dicts."""
+    """Each result with its name; also inside lists, tuples and dicts."""
     if isinstance(got, list | tuple) and isinstance(want, list | tuple) and len(got) == len(want):
         for i, (a, b) in enumerate(zip(got, want, strict=True)):
             yield from pairs(f"{what}[{i}]", a, b)
@@ -71,7 +72,7 @@ def pairs(what: str, got: object, want: object) -> Iterator[Pair]:
 
 
 def largest_difference(results: Sequence[Pair], tolerance: Tolerance, ranks: tuple[int, ...]) -> Difference | None:
-    """The largest difference that any of `ranks` sees; None where all of them see none. All of them must call."""
+    """The largest difference on any of `ranks`, all of which must call; None if there is none."""
     local = _largest([_difference(what, got, want, tolerance) for what, got, want in results])
     by_rank = collectives.gather_json(None if local is None else asdict(local), ranks)
     differences = [

@@ -1,4 +1,4 @@
-"""What code sends: by line, with the reason."""
+"""The communication of code: by line, with the reason."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 FEW = 8  # entries that one reads without a summary
-LINES = 5  # of the summary
+LINES = 5  # lines of the summary
 
 _TITLES: dict[Kind, str] = {
     "operand": "Implicit: operands redistributed for an op",
@@ -30,12 +30,12 @@ _TITLES: dict[Kind, str] = {
 
 
 class Explanation(Listener, Report, Generic[R]):
-    """What one rank sent, and why; records inside its `with` block.
+    """The communication of one rank, with reasons; records inside its `with` block.
 
     Attributes:
-        sent_bytes: what this rank sent to others: in `events`, and `other_bytes`.
-        other_bytes: sent to check that ranks agree, by `other_calls` collectives.
-        result: what the function returned, of `explain(fn, …)`.
+        sent_bytes: bytes that this rank sent to others: in `events`, and `other_bytes`.
+        other_bytes: sent by `other_calls` collectives that check agreement of ranks.
+        result: the result of `fn`, for `explain(fn, …)`.
     """
 
     wants_call_sites = wants_totals = True
@@ -63,7 +63,7 @@ class Explanation(Listener, Report, Generic[R]):
 
     @property
     def implicit_bytes(self) -> int:
-        """What this rank sent implicitly, gradients included."""
+        """The bytes that this rank sent implicitly, for gradients too."""
         return sum(event.sent_bytes for event in self.events if event.cause.implicit)
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class Explanation(Listener, Report, Generic[R]):
         return _described(events) + (f"\nless: {other}" if other is not None else "")
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
-        """A table for each kind of cause; if there are many entries, the largest, after the lines that send most."""
+        """A table for each kind of cause. If there are many entries, the largest, after the lines that send most."""
         entries = _grouped(self._events, _entry)
         sending = [events for events in entries if events[0].total_bytes != 0]
         least = sum(map(_most, sending)) / 100 if len(sending) > FEW else 0
@@ -117,7 +117,7 @@ Events = list[CommEvent]
 
 
 def _grouped(events: Sequence[CommEvent], key: Callable[[CommEvent], object]) -> list[Events]:
-    """Events of one key together, those that send most first."""
+    """Events by key, the group that sends most first."""
     groups: dict[object, Events] = {}
     for event in events:
         groups.setdefault(key(event), []).append(event)
@@ -129,7 +129,7 @@ def _line(event: CommEvent) -> str:
 
 
 def _entry(event: CommEvent) -> object:
-    """Equal for events of one entry: equal but for the index of a repeated module."""
+    """A key, equal for the events of one entry: they differ only in the index of a repeated module."""
     return _cause(event), event.src, event.dst, event.total_bytes is None
 
 
@@ -142,13 +142,13 @@ def _sent(events: Events) -> int:
 
 
 def _total(events: Events) -> int | None:
-    """The bytes of all ranks, if they are known of each event."""
+    """The bytes of all ranks, if known for each event."""
     totals = [event.total_bytes for event in events if event.total_bytes is not None]
     return sum(totals) if len(totals) == len(events) else None
 
 
 def _most(events: Events) -> int:
-    """Bytes to sort by: of all ranks; of this one where it sends more than is known of all."""
+    """Bytes to sort by: of all ranks, or of this rank if it sends more than is known of all."""
     return max(_total(events) or 0, _sent(events))
 
 
@@ -161,7 +161,7 @@ def _table(title: str, entries: Sequence[tuple[str, Events]], width: int | None)
 
 
 def _described(events: Events) -> str:
-    """Where and what, the layouts without repeating what they have in common, and why: a line each."""
+    """Call site, op, layouts without repetition, and reason: a line each."""
     event, cause = events[0], events[0].cause
     if any(other.cause.operand != cause.operand for other in events):
         cause = _cause(event)
@@ -188,7 +188,7 @@ def explain(fn: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any) 
     Includes backward, reported with the line of its forward if that was inside as well.
 
     Returns:
-        The report; of a call, with what `fn` returned as `result`.
+        The report; for a call, with its result as `result`.
     """
     report: Explanation[Any] = Explanation()
     if fn is not None and not callable(fn):

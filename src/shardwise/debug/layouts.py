@@ -1,4 +1,4 @@
-"""What layouts say without a run: where shards are, and which collectives a redistribution may take."""
+"""Information on layouts without a run: where shards are, and which collectives a redistribution may take."""
 
 import sys
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class CollectiveSequence(NamedTuple):
     """One way to redistribute."""
 
     cost: float  # relative to that of the plan
-    busiest_bytes: int  # what the busiest rank receives
-    total_bytes: int  # what all ranks receive, which is what they send
+    busiest_bytes: int  # bytes that the busiest rank receives
+    total_bytes: int  # bytes that all ranks receive, or send
     steps: tuple[str, ...]  # its collectives in order, each with the layout after it; empty if nothing is sent
 
 
 @dataclass(frozen=True, repr=False)
 class RedistributeComparison(Report):
-    """What `explain_redistribute` found; its text has a line for each sequence."""
+    """The result of `explain_redistribute`; its text has a line for each sequence."""
 
     src: Layout
     dst: Layout
@@ -48,18 +48,18 @@ class RedistributeComparison(Report):
 
 @checked
 def explain_redistribute(src: Layout, dst: Layout, itemsize: int = 4) -> RedistributeComparison:
-    """The plan from `src` to `dst`, then its alternatives, the cheapest first: what each step sends and costs.
+    """The plan from `src` to `dst`, then its alternatives, the cheapest first, with the bytes and cost of each step.
 
-    An alternative of several steps that costs less than a tenth less is not taken: measured costs vary by as much.
+    The planner takes several steps only if they cost at least a tenth less: measured costs vary by as much.
 
     Args:
         src: the layout of a tensor.
-        dst: the layout wanted, of the same shape.
+        dst: the desired layout, of equal shape.
         itemsize: bytes of an element.
 
     Returns:
-        Of each sequence its cost beside that of the plan, the bytes that the busiest rank receives, those of all ranks,
-        and the collectives; `print` it.
+        For each sequence its cost relative to the plan, the bytes that the busiest rank and all ranks receive, and the
+        collectives; `print` it.
 
     Raises:
         ArgumentError: the shapes differ.

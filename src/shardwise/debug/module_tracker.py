@@ -1,4 +1,4 @@
-"""Which module is running, in forward and in backward, and its parameters; ranges for `torch.profiler` by module."""
+"""The running module in forward and backward, and its parameters; ranges for `torch.profiler` by module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from shardwise._tensor.dispatch.hooks import Proceed, hook_calls
 from shardwise._tensor.dtensor import dtensors_in, name_of
 from shardwise._trace.comm_trace import CommEvent, Listener, listening_with
 
-GLOBAL = "Global"  # what runs outside modules, as torch calls it
+GLOBAL = "Global"  # torch's name for all outside modules
 
 
 def in_backward() -> bool:
@@ -41,16 +41,16 @@ class TrackedModule:
 class ModuleTracker:
     """Tracks the modules of one rank inside a `with` block.
 
-    `torch.utils.module_tracker.ModuleTracker` cannot replace it. With that, 5 of the 18 tests of `CommDebugMode` fail:
-    it sees the modules of every simulated rank, keeps a module open after an error in its forward, leaves a module
-    whose inputs are leaves before its parameters have gradients, and has no order among modules that share an output.
+    With `torch.utils.module_tracker.ModuleTracker` 5 of the 18 tests of `CommDebugMode` fail: it sees the modules of
+    every simulated rank, keeps a module open after an error in its forward, leaves a module whose inputs are leaves
+    before its parameters have gradients, and has no order among modules that share an output.
 
-    In backward a module runs from the gradient of one of its outputs to the gradients of its inputs; if those are
+    In backward a module runs from the gradient of one of its outputs to the gradients of its inputs, or, if these are
     leaves or need none, until another one begins. Names are those of torch's tools: the class of the outermost module,
     then the path.
 
     Attributes:
-        modules: those that ran, by name, in the order in which they began; first what is around all of them.
+        modules: modules that ran, by name, in the order of their start; the first is around all of them.
     """
 
     def __init__(self) -> None:
@@ -152,8 +152,8 @@ def profiler_ranges() -> Iterator[None]:
     """Inside, `torch.profiler` shows a range for each op on DTensors, and a mark for each collective.
 
     `matmul: [Shard(0)], [Replicate()] in Block.up` is an op with the placements of its operands and the innermost
-    module; `all_reduce: 1,024 bytes sent for matmul in backward, operand 1, in Block.up` the start of a collective. The
-    ops that torch decomposes an op into are inside its range. Backward has torch's ranges, and marks of collectives.
+    module. `all_reduce: 1,024 bytes sent for matmul in backward, operand 1, in Block.up` is the start of a collective.
+    Ops of a decomposition are inside the range of their op. Backward has torch's ranges, and marks of collectives.
 
     Each op costs some microseconds more, optimizers run op by op, and captured graphs are not used.
     """

@@ -1,7 +1,7 @@
-"""What an op would send if one of its operands had another layout from the start.
+"""The communication of an op if one of its operands had another layout from the start.
 
-The rows of the op say which layouts it takes. Each is resolved as dispatch would; the result is then redistributed to
-the layout that it has now, so that later ops send what they do now.
+The rows of the op have the layouts that it takes. Each is resolved as dispatch would. The result is then redistributed
+to its present layout, so that the communication of later ops stays.
 """
 
 import re
@@ -30,7 +30,7 @@ def of_layers(operand: str) -> str:
 
 
 class Traffic(NamedTuple):
-    """What all ranks send, and the modelled time."""
+    """The bytes that all ranks send, and the modelled time."""
 
     num_bytes: int
     seconds: float
@@ -41,7 +41,7 @@ class OtherLayout(NamedTuple):
 
     operand: str
     layout: Layout
-    result: Layout | None  # to which the result is then redistributed, if it has another layout
+    result: Layout | None  # the result is redistributed to it, if it has another layout
     now: Traffic
     then: Traffic
 
@@ -58,11 +58,11 @@ def _text(layout: Layout) -> str:
 
 
 def cheapest_layout(func: Op, args: Args, kwargs: Kwargs, out: object) -> OtherLayout | None:
-    """The other layout of one leaf among the operands with which a call sends least; None: it sends least as it is.
+    """The other layout of one leaf operand with which a call sends least; None if no layout sends less.
 
-    Leaves are parameters and inputs, whose layout is chosen where they are made. Counted are the redistributions of
-    operands and of their gradients, the reduction of gradients of leaves, and that of the result to its present layout.
-    Not answered: ops that exchange data themselves, and those with several results.
+    Leaves are parameters and inputs, whose layout is chosen where they are created. Counted are the redistributions of
+    operands and their gradients, the reduction of gradients of leaves, and the redistribution of the result to its
+    present layout. None for ops that exchange data themselves, and ops with several results.
     """
     rule, tensors = RULES.get(func), dtensors_in((*args, *kwargs.values()))
     if rule is None or type(out) is not DTensor:
@@ -89,7 +89,7 @@ def cheapest_layout(func: Op, args: Args, kwargs: Kwargs, out: object) -> OtherL
 
 
 def _others(rule: OpRule, call: SlottedCall, tensors: Sequence[DTensor]) -> Iterator[tuple[int, Layout]]:
-    """Leaves by index, each with the layouts that differ on one axis and that a row takes."""
+    """Leaf operands by index, with the layouts that a row takes and that differ on one axis."""
     for axis in range(call.layouts[0].mesh.ndim):
         metas = [Meta(x.shape, x.dtype, layout.placements[axis], x.strides)
                  for x, layout in zip(call.metas, call.layouts, strict=True)]  # fmt: skip
@@ -104,7 +104,7 @@ def _others(rule: OpRule, call: SlottedCall, tensors: Sequence[DTensor]) -> Iter
 
 
 def _recipe(rule: OpRule, call: SlottedCall) -> Recipe | None:
-    """How dispatch would run a call; None: it exchanges data itself, or every rank would compute everything."""
+    """The recipe of a call; None if it exchanges data itself, or every rank would compute everything."""
     try:
         choice = Choice(call.name, rule, cheapest(rule, candidates(rule, call), call))
         found = recipe(call.func, False, rule, call, choice)
@@ -115,7 +115,7 @@ def _recipe(rule: OpRule, call: SlottedCall) -> Recipe | None:
 
 
 def _traffic(found: Recipe, call: SlottedCall, tensors: Sequence[DTensor], out: DTensor) -> Traffic:
-    """What a call sends, forward and backward."""
+    """The traffic of a call, forward and backward."""
     moves: list[tuple[Layout, Layout, int]] = []  # the last one is the bytes of an element
 
     def move(src: Layout, dst: Layout, x: DTensor, dtype: torch.dtype) -> None:

@@ -27,12 +27,12 @@ from shardwise.errors import RuleError, ShadowError
 
 Func = Callable[..., Any]
 
-# Their results are whatever the memory held.
+# Their results are the previous content of memory.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 
 
 class Shadow:
-    """What a `shadow` block has compared so far."""
+    """The calls that a `shadow` block has compared so far."""
 
     def __init__(self, every: int, ops: frozenset[str] | None, tolerance: Tolerance) -> None:
         self.compared: dict[str, int] = {}  # how often, by op
@@ -114,7 +114,7 @@ class Shadow:
 
 
 def _reason(func: Func, args: Args, kwargs: Kwargs) -> str:
-    """The reasons of the rows that `func` runs by on these operands, or why it has none."""
+    """The reasons of the rows of `func` on these operands, or why there is none."""
     rule = RULES.get(func)
     if rule is None or not rule.has_rule:
         if rule is None or rule.handler is None:
@@ -183,10 +183,10 @@ def shadow(
     """Inside, ops also run in plain torch on full copies of their operands, and the results are compared.
 
     Every rank compares its local shard of results and of operands changed in place, so each replica is checked. A
-    function that torch decomposes is compared, and so are the ops it is decomposed into. Not compared: ops that draw
-    from a generator (dropout in training, `rand_like`, `normal_`, …; detected by the state of torch's generator),
-    unfilled memory (`empty_like`, …), sparse tensors, and backward, which runs on local tensors. Gradients, the state
-    of the generator, and what `count_comms` counts are unaffected.
+    function that torch decomposes is compared, and so are its parts. Not compared: ops that draw from a generator
+    (dropout in training, `rand_like`, `normal_`, …; detected by the state of torch's generator), unfilled memory
+    (`empty_like`, …), sparse tensors, and backward, which runs on local tensors. Gradients, the state of the generator,
+    and counts of `count_comms` are unaffected.
 
     Needs memory for full operands and results on every rank, and time to gather them.
 
@@ -196,7 +196,7 @@ def shadow(
         rtol, atol: see `Tolerance`.
 
     Yields:
-        What was compared, by op.
+        The compared and skipped calls, by op.
 
     Raises:
         ShadowError: the first difference, the same on every rank: op, rows, layouts, the largest difference and where.

@@ -17,19 +17,19 @@ MOST_RANKS = 1 << 16
 
 @checked
 def count_rows(config: EmbeddingConfig, batches: Iterable[JaggedFeatures]) -> Tensor:
-    """How often each row of a table is looked up in the batches of all ranks, which all have to call it.
+    """The number of lookups of each row of a table in the batches of all ranks; all ranks call it.
 
     Args:
         batches: of this rank.
 
     Returns:
-        int64, [rows], on the CPU; the same on all ranks.
+        int64, [rows], on the CPU; equal on all ranks.
 
     Raises:
         ArgumentError: a tensor as `batches`.
         IdError: an id that the table does not have, if its `bad_ids` is "error".
         IdTypeError: a batch without the table's features.
-        RemoteRankError: another rank raised one of these, or its loader raised.
+        RemoteRankError: another rank, or its loader, raised an error.
     """
     if isinstance(batches, Tensor):
         raise ArgumentError("count_rows: batches is a tensor. Fix: a list, or a loader, of KeyedJaggedTensors.")
@@ -63,9 +63,9 @@ def balanced_rows(counts: Tensor, ranks: int, *, max_rows: int | None = None) ->
         plan = {"items": balanced_rows(count_rows(items, batches), 4)}
 
     Args:
-        counts: of each row of a table, int64, such as those of `count_rows`; the same on all ranks.
-        ranks: along the mesh axis that is sharded. Some get no rows, if that is best.
-        max_rows: of a rank, as its memory allows; None: any.
+        counts: of each row of a table, int64, such as those of `count_rows`; equal on all ranks.
+        ranks: number of ranks along the sharded mesh axis. Some get no rows, if that is best.
+        max_rows: of a rank, as its memory allows; None: no limit.
 
     Raises:
         ArgumentError: counts that are not 1-D int64 or are negative; no ranks; more rows than `max_rows` allows.
@@ -96,7 +96,7 @@ def balanced_rows(counts: Tensor, ranks: int, *, max_rows: int | None = None) ->
 
 
 def _sizes(ends: Tensor, ranks: int, most: int, load: int) -> list[int]:
-    """As many rows on each rank in turn as make at most `load`."""
+    """Rows on each rank in turn, as many as have at most `load`."""
     sizes, first, rows = list[int](), 0, ends.numel() - 1
     while len(sizes) < ranks and first < rows:
         stop = int(torch.searchsorted(ends, int(ends[first]) + load, right=True)) - 1

@@ -40,7 +40,7 @@ class Collection(nn.Module, RunsInReplays):
 
 
 class RowCollection(Collection):
-    """What plain and sharded EmbeddingCollections have in common."""
+    """The common part of plain and sharded EmbeddingCollections."""
 
     def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
         """The configs of the tables, in their order."""
@@ -48,7 +48,7 @@ class RowCollection(Collection):
 
 
 class BagCollection(Collection):
-    """What plain and sharded EmbeddingBagCollections have in common."""
+    """The common part of plain and sharded EmbeddingBagCollections."""
 
     kind = BAGS
     _configs: tuple[EmbeddingBagConfig, ...]
@@ -64,24 +64,24 @@ class BagCollection(Collection):
     def forward(self, features: JaggedFeatures) -> KeyedTensor:
         """The sums or means of all bags, features in the order of their tables.
 
-        A sharded collection gives those of this rank. All ranks have to call it, each with its own batch.
+        A sharded collection returns the bags of this rank. All ranks have to call it, each with its own batch.
 
         Returns:
             [bags, columns of all features]; flat, if features have different numbers of bags.
 
         Raises:
-            IdError: an id outside its table; on some rank: the same error on all.
-            IdTypeError: a feature is missing, or weights. Other ranks raise a RemoteRankError.
+            IdError: an id outside its table; on all ranks if on one.
+            IdTypeError: a feature is missing, or weights are. Other ranks raise a RemoteRankError.
         """
         flat = look_up(self._look_up, features, *self._operands())
         return pooled(self._features, self._features.bags(features), flat)
 
     def _operands(self) -> Sequence[Tensor]:
-        """The tables, or a tensor in their place; see `look_up`."""
+        """The tables, or a placeholder tensor; see `look_up`."""
         raise NotImplementedError
 
     def _look_up(self, features: JaggedFeatures, *tables: Tensor) -> Tensor:
-        """The sums or means, flat or beside each other."""
+        """The sums or means, flat or side by side."""
         raise NotImplementedError
 
 
@@ -101,12 +101,11 @@ class _PlainCollection(Collection):
 
             collection.resize_({"users": 1200})
 
-        Rows that stay keep their values; new ones are those of a new table, from torch's generator. Parameters are the
-        same objects, so an optimizer goes on with their new rows, if it has no states of the old ones.
+        Remaining rows keep their values; new rows are those of a new table, from torch's generator. Parameters stay the
+        same objects, so an optimizer continues with their new rows, if it has no states of the old ones.
 
         Raises:
-            ConfigError: a table that is not there, no row, or a table with a gradient of its old rows; then nothing
-                changes.
+            ConfigError: an unknown table, no rows, or a table with a gradient of its old rows; then nothing changes.
         """
         configs = resized(self._configs, sizes)
         numbers = [number for number, config in enumerate(configs) if config.name in sizes]
@@ -155,7 +154,7 @@ class EmbeddingBagCollection(_PlainCollection, BagCollection):
         pooled = collection(features)  # KeyedTensor with the keys user, item, last_item
 
     Args:
-        tables: a config of each.
+        tables: one config for each.
         is_weighted: whether rows are multiplied by the weights of the input.
         device: of the tables; "meta" allocates them when they are sharded.
 
@@ -196,7 +195,7 @@ class EmbeddingCollection(_PlainCollection, RowCollection):
         rows = collection(features)["history"]  # JaggedTensor with values [ids, 64]
 
     Args:
-        tables: a config of each.
+        tables: one config for each.
         device: of the tables; "meta" allocates them when they are sharded.
 
     Raises:
@@ -233,7 +232,7 @@ class EmbeddingCollection(_PlainCollection, RowCollection):
 
 
 def pooled(features: Features, bags: Sequence[int], flat: Tensor) -> KeyedTensor:
-    """The results of bags: [bags, columns] of each feature, flat, or beside each other if all have as many bags."""
+    """The results of bags: [bags, columns] of each feature, flat; or side by side, if all have as many bags."""
     if len(set(bags)) == 1:
         return KeyedTensor(features.outputs, features.dims, flat.view(bags[0], sum(features.dims)))
     return KeyedTensor(features.outputs, features.dims, flat.view(-1), bags)
@@ -254,7 +253,7 @@ def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Te
     """`lookup(features, *tables)`, the results of a collection as one tensor.
 
     Args:
-        tables: that get gradients, or a tensor in their place: backward runs if one of them requires grad.
+        tables: tables that get gradients, or a tensor instead: backward runs if one of them requires grad.
     """
     refuse_compilation()
     if not isinstance(features, KeyedJaggedTensor) and isinstance(features, JaggedFeatures):

@@ -1,4 +1,4 @@
-"""What a table of a collection is, with the names of TorchRec."""
+"""The configs of the tables of collections, with the names of TorchRec."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Policy = Annotated[str, Kind("'error', 'clip', 'hash' or 'zero'", lambda x: isin
 
 
 class PoolingType(Enum):
-    """What a bag gives: the sum of its rows, or their mean."""
+    """The pooling of a bag: the sum of its rows, or their mean."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -29,20 +29,20 @@ class EmbeddingConfig:
     """A table of an EmbeddingCollection.
 
     Args:
-        num_embeddings: rows.
-        embedding_dim: columns.
+        num_embeddings: number of rows.
+        embedding_dim: number of columns.
         name: of the table, without dots.
         data_type: of the table: float32, bfloat16 or float16.
         feature_names: features whose ids are rows of the table.
-        weight_init_max, weight_init_min: a new table is uniform between them; None: 1 / √rows and its negative.
-        init_fn: fills some rows of a new table in place, [rows, columns]; instead of the uniform numbers.
-        padding_idx: an id that is not trained; bags leave it out.
-        max_norm: rows that are looked up are first scaled to at most this 2-norm.
-        bad_ids: what becomes of ids that are not in the table: an IdError, the nearest valid id ("clip"), the remainder
+        weight_init_max, weight_init_min: bounds of the uniform values of a new table; None: 1 / √rows and its negative.
+        init_fn: fills some rows of a new table in place, [rows, columns]; replaces the uniform values.
+        padding_idx: an id that is not trained, and is not part of bags.
+        max_norm: the largest 2-norm to which rows are scaled at a lookup.
+        bad_ids: what happens to ids that are not in the table: an IdError, the nearest valid id ("clip"), the remainder
             by the rows ("hash"), or zeros ("zero").
 
     Raises:
-        ConfigError: values that no table has.
+        ConfigError: impossible values.
     """
 
     num_embeddings: int
@@ -112,10 +112,10 @@ Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def resized(configs: Sequence[Config], sizes: Mapping[str, int]) -> tuple[Config, ...]:
-    """The configs, with other numbers of rows by name.
+    """The configs with other numbers of rows, by name.
 
     Raises:
-        ConfigError: a table that is not there, or a number that is none of rows.
+        ConfigError: an unknown table, or an impossible number of rows.
     """
     names = [config.name for config in configs]
     for name in sizes:

@@ -30,10 +30,10 @@ class Bags:
 
     @property
     def _lengths(self) -> Tensor:
-        """The lengths, which were checked once, and from which others are derived.
+        """The lengths, which were checked once, and from which other values are derived.
 
         Raises:
-            JaggedError: they were changed in place since then.
+            JaggedError: they were changed in place since the check.
         """
         lengths, version = self._checked
         if version != version_of(lengths):
@@ -55,7 +55,7 @@ class Bags:
         """The weight of each value.
 
         Raises:
-            JaggedError: there are none.
+            JaggedError: the tensor has no weights.
         """
         if self._weights is None:
             raise JaggedError(f"This {type(self).__name__} has no weights. Fix: weights_or_none().")
@@ -70,7 +70,7 @@ class Bags:
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where each bag starts, and the number of values, [bags + 1]."""
+        """The start of each bag, and the number of values, [bags + 1]."""
         self.lengths()  # refuses lengths that were changed since
         return self._offsets
 
@@ -84,15 +84,15 @@ class Bags:
         return self._values.device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same bags on another device."""
+        """The bags on another device."""
         return self._each(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """The same bags in pinned memory, as a DataLoader with `pin_memory=True` asks for."""
+        """The bags in pinned memory, as for a DataLoader with `pin_memory=True`."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """The bags of `fn` of each tensor, without validation."""
+        """The bags with `fn` applied to each tensor, without validation."""
         made = copy(self)
         made._values, made._lengths = fn(self._values), fn(self._lengths)
         made._weights = None if self._weights is None else fn(self._weights)
@@ -100,12 +100,12 @@ class Bags:
 
 
 def version_of(x: object) -> int:
-    """How often a tensor was changed in place; 0 if torch does not count that, or of what a pytree has in its place."""
+    """The number of in-place changes of a tensor; 0 if torch does not count them, or for a pytree's placeholder."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 class _Nested(Protocol):
-    """What torch's annotations of nested tensors leave out."""
+    """The methods of nested tensors that torch's annotations lack."""
 
     def offsets(self) -> Tensor: ...
 
@@ -120,11 +120,11 @@ class JaggedTensor(Bags):
         values: of all bags, [values, ...].
         weights: one of each value, or None.
         lengths: of each bag, [bags], int32 or int64.
-        offsets: where each bag starts, and the number of values, [bags + 1]; instead of lengths.
+        offsets: start of each bag, and the number of values, [bags + 1]; instead of lengths.
 
     Raises:
-        JaggedError: lengths, offsets or weights that do not fit the values. On an accelerator, this check waits for
-            the lengths.
+        JaggedError: lengths, offsets or weights that do not fit the values. On an accelerator, this check waits for the
+            lengths.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class JaggedTensor(Bags):
 
     @staticmethod
     def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> "JaggedTensor":
-        """The bags of a sequence of tensors, one of each bag."""
+        """The bags of a sequence of tensors, one for each bag."""
         if not values:
             raise JaggedError("JaggedTensor.from_dense needs a bag. Fix: a tensor of each bag; it may be empty.")
         lengths = torch.tensor([len(bag) for bag in values], device=values[0].device)
@@ -159,7 +159,7 @@ class JaggedTensor(Bags):
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """[bags, desired_length, ...]: longer bags lose their last values, shorter ones end with `padding_value`.
 
-        `desired_length` None is the longest bag.
+        `desired_length` None: the longest bag.
         """
         longest = int(self._lengths.max()) if self._lengths.numel() else 0
         length = longest if desired_length is None else desired_length
@@ -174,7 +174,7 @@ class JaggedTensor(Bags):
         """The bags of a nested tensor with `layout=torch.jagged`, without a copy.
 
         Raises:
-            JaggedError: another tensor, or one whose bags do not follow each other.
+            JaggedError: another tensor, or one with gaps between bags.
         """
         if not nested.is_nested or nested.layout != torch.jagged:
             raise JaggedError(
@@ -186,7 +186,7 @@ class JaggedTensor(Bags):
         return JaggedTensor(nested.values(), offsets=cast(_Nested, nested).offsets())
 
     def to_nested(self) -> Tensor:
-        """A nested tensor with `layout=torch.jagged` of the same values, without a copy; weights are left out."""
+        """A nested tensor with `layout=torch.jagged` of these values, without a copy; weights are left out."""
         nested: Tensor = torch.nested.nested_tensor_from_jagged(self._values, offsets=self._offsets)
         return nested
 
@@ -197,7 +197,7 @@ class JaggedTensor(Bags):
 
 
 def from_parts(values: Tensor, weights: Tensor | None, lengths: Tensor) -> JaggedTensor:
-    """Without validation."""
+    """Create a tensor from its parts, without validation."""
     jagged = JaggedTensor.__new__(JaggedTensor)
     jagged._values, jagged._weights, jagged._lengths = values, weights, lengths
     return jagged
@@ -236,8 +236,8 @@ class KeyedJaggedTensor(Bags):
         values: ids of all bags, [ids].
         weights: one of each id, or None.
         lengths: of each bag, [features × bags], int32 or int64.
-        offsets: where each bag starts, and the number of ids; instead of lengths.
-        stride_per_key: bags of each feature; None: all have as many.
+        offsets: start of each bag, and the number of ids; instead of lengths.
+        stride_per_key: bags of each feature; None: an equal number for all.
 
     Raises:
         JaggedError: lengths, offsets, weights or strides that do not fit, or a key twice. On an accelerator, this check
@@ -331,7 +331,7 @@ class KeyedJaggedTensor(Bags):
         return {key: from_parts(*of_key) for key, *of_key in zip(self._keys, values, weights, lengths, strict=True)}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
-        """As views: the first `segments[0]` features, the next `segments[1]`, …"""
+        """Views of the first `segments[0]` features, the next `segments[1]`, …"""
         if sum(segments) != len(self._keys) or any(n < 0 for n in segments):
             raise JaggedError(
                 f"split: segments {list(segments)} do not sum to {len(self._keys)} keys. "
@@ -350,10 +350,10 @@ class KeyedJaggedTensor(Bags):
         return found
 
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
-        """The features at `indices`, in their order.
+        """The features at `indices`, in this order.
 
         Raises:
-            JaggedError: an index that is not there, or twice.
+            JaggedError: an index that does not exist, or is repeated.
         """
         known = range(len(self._keys))
         if len(set(indices)) != len(indices) or any(i not in known for i in indices):
@@ -364,7 +364,7 @@ class KeyedJaggedTensor(Bags):
         return self.of_features([self._keys[i] for i in indices])
 
     def of_features(self, names: Sequence[str]) -> "KeyedJaggedTensor":
-        """The bags of `names`, in their order."""
+        """The bags of features `names`, in this order."""
         if list(names) == self._keys:
             return self
         features = self.to_dict()
@@ -380,7 +380,7 @@ class KeyedJaggedTensor(Bags):
     @staticmethod
     @checked
     def concat(kjt_list: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """The features of all, in their order."""
+        """The features of all tensors, in order."""
         weighted = {kjt.weights_or_none() is not None for kjt in kjt_list}
         if len(weighted) != 1:
             what = "some have weights and others have none" if weighted else "there is none"
@@ -397,7 +397,7 @@ class KeyedJaggedTensor(Bags):
     @staticmethod
     @checked
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> "KeyedJaggedTensor":
-        """One feature of each JaggedTensor."""
+        """A tensor with one feature for each JaggedTensor."""
         if not jt_dict:
             raise JaggedError("from_jt_dict needs a feature. Fix: {name: JaggedTensor(values, lengths=lengths)}.")
         return KeyedJaggedTensor.concat([
@@ -425,7 +425,7 @@ class KeyedJaggedTensor(Bags):
         )
 
     def to_torchrec(self) -> "torchrec.KeyedJaggedTensor":
-        """A TorchRec KeyedJaggedTensor of the same bags, without a copy. TorchRec has to be installed."""
+        """A TorchRec KeyedJaggedTensor of these bags, without a copy. TorchRec has to be installed."""
         import torchrec
 
         strides = None if len(set(self._strides)) <= 1 else [[n] for n in self._strides]
@@ -437,7 +437,7 @@ class KeyedJaggedTensor(Bags):
     def _from_parts(
         keys: list[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: list[int]
     ) -> "KeyedJaggedTensor":
-        """Without validation."""
+        """Create a tensor from its parts, without validation."""
         jagged = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
         jagged._keys, jagged._values, jagged._weights = keys, values, weights
         jagged._lengths, jagged._strides = lengths, strides
@@ -468,10 +468,10 @@ pytree.register_pytree_node(
 
 
 def check_keys(what: str, keys: Sequence[str]) -> None:
-    """Each key once.
+    """Check that each key occurs once.
 
     Raises:
-        JaggedError: one is there twice.
+        JaggedError: a key is repeated.
     """
     if len(set(keys)) != len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
@@ -484,7 +484,7 @@ def checked_lengths(
     """The lengths of bags of `values`, given as lengths, offsets or both.
 
     Raises:
-        JaggedError: they do not fit the values, or weights do not.
+        JaggedError: lengths or weights do not fit the values.
     """
     for name, tensor in (("values", values), ("weights", weights), ("lengths", lengths), ("offsets", offsets)):
         if isinstance(tensor, DTensor):
@@ -543,7 +543,7 @@ def _check(what: str, values: Tensor, lengths: Tensor) -> None:
 
 
 def format_bags(values: Tensor, lengths: Tensor, weights: Tensor | None) -> str:
-    """The values of some bags, with their weights."""
+    """The values and weights of some bags, as text."""
     most = 6
     parts = values.detach().split(lengths.tolist())
     texts = [_row(part) for part in parts[:most]]

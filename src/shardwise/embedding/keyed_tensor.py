@@ -15,7 +15,7 @@ from shardwise.errors import JaggedError
 
 @checked_init
 class KeyedTensor:
-    """Columns of several features beside each other.
+    """Columns of several features side by side.
 
         pooled = KeyedTensor(["user", "item"], [2, 3], torch.ones(4, 5))
         pooled["item"]  # [4, 3]
@@ -93,13 +93,13 @@ class KeyedTensor:
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedTensor":
-        """The same on another device."""
+        """The tensor on another device."""
         return KeyedTensor(self._keys, self._dims, self._values.to(device, non_blocking=non_blocking), self._strides)
 
     @staticmethod
     @checked
     def regroup(keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """The features of each group beside each other: [bags, columns of the group]."""
+        """The features of each group side by side: [bags, columns of the group]."""
         found: dict[str, Tensor] = {}
         for keyed in keyed_tensors:
             for key, value in keyed.to_dict().items():

@@ -1,9 +1,9 @@
-"""Optimizers that update the rows of a batch in its backward; rows that it does not look up stay as they are.
+"""Optimizers that update the rows of a batch in its backward; rows without a lookup stay unchanged.
 
     shard_embeddings(collection, plan, mesh, RowWiseAdagrad(lr=0.1))
 
 Duplicate ids are one update with the sum of their gradients, as in one process with dense gradients. States are float32
-and of the same rows as the table; `FusedOptimizer` (fused.py) has them as DTensors.
+and have the rows of the table; `FusedOptimizer` (fused.py) has them as DTensors.
 """
 
 from dataclasses import dataclass, field
@@ -22,17 +22,16 @@ SMALLEST = torch.finfo(torch.float32).tiny  # a divisor that is not 0
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptimizer:
-    """What all optimizers of rows have in common.
+    """The common part of all optimizers of rows.
 
     Args:
         lr: the learning rate.
-        weight_decay: this multiple of a row is added to its gradient, as in `torch.optim`; only of rows looked up.
+        weight_decay: this multiple of a row is added to its gradient, as in `torch.optim`; only for looked-up rows.
         decoupled_weight_decay: rows are multiplied by 1 - lr weight_decay instead, as in `torch.optim.AdamW`.
-        max_gradient: elements of the gradient of a row are clamped to at most this, in either direction, before weight
-            decay.
-        max_gradient_norm: then the gradient of a row is scaled to at most this norm, of the columns that a rank holds.
-        stochastic_rounding: tables of 16 bits are rounded up or down by chance, so that the mean is exact; the chance
-            depends on the row, the column and the number of the step, so it is the same on all replicas.
+        max_gradient: elements of a row's gradient are clamped to at most this in absolute value, before weight decay.
+        max_gradient_norm: then a row's gradient is scaled to at most this norm, over the columns on a rank.
+        stochastic_rounding: tables of 16 bits are rounded up or down at random, so that the mean is exact. The random
+            number depends on the row, the column and the step, so it is equal on all replicas.
 
     Attributes:
         of_elements, of_rows: names of states with a number for each element, or for each row.
@@ -68,7 +67,7 @@ class RowOptimizer:
 
         Args:
             by_row: the ids of the bags, of `Kernels.by_row`.
-            gradient: of the sums of the bags.
+            gradient: gradients of the sums of the bags.
             step: 1 in the first step.
         """
         if stack.kernels.update(self, stack, by_row, gradient):
@@ -83,16 +82,16 @@ class RowOptimizer:
             _add(stack.weight, distinct, change if now is None else self.adapt(change, now), seed)
 
     def change(self, states: dict[str, Tensor], rows: Tensor, gradient: Tensor, step: int) -> Tensor:
-        """What is added to distinct rows, [rows, columns]; it may overwrite `gradient`."""
+        """The change of distinct rows, [rows, columns]; it may overwrite `gradient`."""
         raise NotImplementedError
 
     def adapt(self, change: Tensor, now: Tensor) -> Tensor:
-        """What is added to rows that are `now`, float32, of what `change` returned; it may overwrite that."""
+        """The change of rows with values `now`, float32, from the result of `change`; it may overwrite that."""
         return change.add_(now, alpha=-self.lr * self.weight_decay) if self.decoupled_weight_decay else change
 
     @property
     def reads_all_columns(self) -> bool:
-        """Whether a change depends on all columns of its row, of which a rank has only its own."""
+        """Whether a change depends on all columns of its row, of which a rank has only some."""
         return bool(self.of_rows) or self.max_gradient_norm is not None
 
     @property
@@ -140,7 +139,7 @@ class Adagrad(RowOptimizer):
 class RowWiseAdagrad(RowOptimizer):
     """s += mean(g²) over the columns of a row, w -= lr g / (√s + eps): one number of state a row, as in TorchRec.
 
-    The mean is over the columns that a rank holds: a column-wise table has a number for each of its shards.
+    The mean is over the columns on a rank: a column-wise table has a number for each of its shards.
     """
 
     of_rows: ClassVar[tuple[str, ...]] = ("sum",)
@@ -157,10 +156,10 @@ class RowWiseAdagrad(RowOptimizer):
 @checked_init
 @dataclass(frozen=True)
 class Adam(RowOptimizer):
-    """`torch.optim.Adam` of the rows that are looked up: moments of other rows do not decay.
+    """`torch.optim.Adam` of looked-up rows: moments of other rows do not decay.
 
-    The bias correction is by the number of steps of the collection, as in `torch.optim.SparseAdam`. That one adds eps
-    before the correction, this one after it, as `torch.optim.Adam`.
+    The bias correction is by the number of steps of the collection, as in `torch.optim.SparseAdam`. Eps is added after
+    the correction, as in `torch.optim.Adam`; `SparseAdam` adds it before.
     """
 
     of_elements: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -193,9 +192,9 @@ class Adam(RowOptimizer):
 @checked_init
 @dataclass(frozen=True)
 class RowWiseAdam(Adam):
-    """Adam whose second moment is one number a row, of the mean of its squares: fbgemm's partial row-wise Adam.
+    """Adam with a second moment of one number a row, the mean of its squares: fbgemm's partial row-wise Adam.
 
-    The mean is over the columns that a rank holds: a column-wise table has a number for each of its shards.
+    The mean is over the columns on a rank: a column-wise table has a number for each of its shards.
     """
 
     of_elements: ClassVar[tuple[str, ...]] = ("exp_avg",)
@@ -208,10 +207,10 @@ class RowWiseAdam(Adam):
 @checked_init
 @dataclass(frozen=True)
 class Lamb(Adam):
-    """Adam whose change of each row is scaled by its trust ratio: the norm of the row over that of the change for lr 1.
+    """Adam with the change of each row scaled by its trust ratio: the norm of the row over that of the change for lr 1.
 
     Weight decay is part of the change, and so of the ratio; with `decoupled_weight_decay=False`, of the gradient. If
-    either norm is 0, the ratio is 1. Norms are of the columns that a rank holds, as in fbgemm.
+    either norm is 0, the ratio is 1. Norms are over the columns on a rank, as in fbgemm.
 
     Source: You et al., Large Batch Optimization for Deep Learning, with rows as layers.
     """
@@ -252,7 +251,7 @@ def _mean_square(gradient: Tensor) -> Tensor:
 
 
 def _add(weight: Tensor, rows: Tensor, change: Tensor, seed: int | None) -> None:
-    """Add to distinct rows; in float32, then rounded to the dtype of the table, by chance if there is a seed."""
+    """Add to distinct rows in float32, then round to the dtype of the table; at random if there is a seed."""
     if weight.dtype == change.dtype:
         weight.index_add_(0, rows, change)
         return
@@ -265,9 +264,9 @@ def _add(weight: Tensor, rows: Tensor, change: Tensor, seed: int | None) -> None
 def _round(exact: Tensor, dtype: torch.dtype, rows: Tensor, seed: int) -> None:
     """Round float32 numbers up or down to those of `dtype`, in place.
 
-    Numbers below the smallest normal one of float16 are then rounded to the nearest.
+    Numbers below the smallest normal number of float16 are then rounded to nearest.
     """
-    bits = 16 if dtype == torch.bfloat16 else 13  # that the mantissa loses
+    bits = 16 if dtype == torch.bfloat16 else 13  # bits that the mantissa loses
     columns = torch.arange(exact.shape[1], device=rows.device)
     number = (rows[:, None] * exact.shape[1] + columns) ^ (seed * 0x9E3779B97F4A7C1 & (1 << 62) - 1)
     for factor, shift in ((0x2545F4914F6CDD1D, 32), (0x9E3779B97F4A7C1, 29)):  # mixes bits, as a hash does

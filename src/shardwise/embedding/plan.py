@@ -1,4 +1,4 @@
-"""Which rank holds which block of every table. Pure integers.
+"""The blocks of every table on each rank. Pure integers.
 
 A table of 6 rows and 4 columns on two ranks, row-wise, that two features share:
 
@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # sums are float32
 class StackKey(NamedTuple):
     """Blocks of a rank with the same key are rows of one tensor, its stack.
 
-    A stack answers the same ranks for all its rows, so the mesh axes along which there are replicas are part of it.
+    A stack answers the same ranks for all its rows, so the mesh axes of its replicas are part of the key.
     """
 
     cols: int
@@ -39,7 +39,7 @@ class StackKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A table: who holds what, the features that are looked up in it, and the group of its optimizer."""
+    """A table: its holders, the features that are looked up in it, and the group of its optimizer."""
 
     name: str
     layout: Layout
@@ -69,10 +69,10 @@ class Block:
 
 
 class Blocks(NamedTuple):
-    """The fields of all blocks, ordered by rank and table: arrays, because there are tables × ranks of them.
+    """The fields of all blocks, ordered by rank and table. Arrays, because there are tables × ranks of them.
 
-    `row` and `col` are the first of `rows` and `cols`, which are numbers of rows and columns; `position` is that of the
-    rank among all.
+    `row` and `col` are the first of `rows` and `cols`, which are numbers of rows and columns; `position` is the index
+    of the rank among all.
     """
 
     table: Ints
@@ -87,7 +87,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every block of every table of a collection; the same on all ranks.
+    """Every block of every table of a collection; equal on all ranks.
 
     Attributes:
         stack_rows: rows of the stack of each key on each rank, [ranks, keys].
@@ -111,7 +111,7 @@ class Plan:
 
     @cached_property
     def unit(self) -> int:
-        """The most columns that divide the columns of all blocks, and their offsets."""
+        """The most columns that divide the columns and column offsets of all blocks."""
         return int(np.gcd(np.gcd.reduce(self.blocks.col), np.gcd.reduce(self.blocks.cols)))
 
     @cached_property
@@ -129,7 +129,7 @@ class Plan:
         return {}
 
     def blocks_of(self, rank: int, table: int) -> list[Block]:
-        """Those of one table on one rank, which follow each other in a stack."""
+        """The blocks of one table on one rank, which follow each other in a stack."""
         found = self._of_ranks.get(rank)
         if found is None:
             found = self._of_ranks[rank] = {}
@@ -144,7 +144,7 @@ class Plan:
 
 
 class _Boxes(NamedTuple):
-    """The boxes of a layout that are not empty, by rank; `widths` are the distinct ones, `width` the index of each."""
+    """The boxes of a layout that are not empty, by rank; `widths` are distinct, `width` is an index into them."""
 
     position: Ints
     row: Ints
@@ -159,7 +159,7 @@ def make_plan(tables: Sequence[Table]) -> Plan:
     """The blocks of all tables, stacked.
 
     Raises:
-        PlanError: a table that cannot be looked up: on another mesh, with pending sums, or in boxes of several widths.
+        PlanError: a table that cannot be looked up: on another mesh, Partial, or in boxes of several widths.
     """
     ranks = tuple(sorted(tables[0].layout.mesh.ranks))
     of_layout: dict[Layout, _Boxes] = {}
@@ -191,7 +191,7 @@ def make_plan(tables: Sequence[Table]) -> Plan:
 
 
 def _starts(segment: Ints, rows: Ints, of_segments: Ints) -> Ints:
-    """Where each block starts, if those of a segment follow each other."""
+    """The start of each block, if the blocks of a segment follow each other."""
     order = np.argsort(segment, kind="stable")
     ends = rows[order].cumsum()
     before = of_segments.cumsum() - of_segments

@@ -51,16 +51,15 @@ def register_sharding(
     """Register rows of an op, or replace those it has.
 
     Args:
-        op: what users call, or a list of such: a function, a `torch.library` op, an overload of one.
+        op: the op that users call, or a list of ops: a function, a `torch.library` op, an overload of one.
         in_place: the op changes its first operand and returns it.
         shape: the result's global shape (a list of shapes for several results) from the op's arguments. None asks
             torch's meta device, which needs the op's fake implementation.
         data_dependent_shape: the sizes of a sharded result are known only after the op has run.
 
-    The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`, and returns how the op
-    runs on one mesh axis without communication: a list of `Row`s, or of pairs
-    `(placements of the results, placements of the arguments)` with None for arguments that are not tensors. The row of
-    all Replicate need not be given.
+    The decorated function takes the op's arguments, tensors as `Meta(shape, dtype, placement)`. It returns how the op
+    runs on one mesh axis without communication: a list of `Row`s, or of pairs `(placements of the results, placements
+    of the arguments)` with None for arguments that are not tensors. The row of all Replicate is optional.
 
     Check the rows with `shardwise.testing.check_rows`.
     """
@@ -85,7 +84,7 @@ def register_sharding(
 
 
 def _names_of(op: Op) -> list[Any]:
-    """An op of a library may be called by its packet too, where that has one overload."""
+    """The names of an op. An op of a library may be called by its packet if that has one overload."""
     op = getattr(op, "_opoverload", op)
     if isinstance(op, torch._ops.OpOverloadPacket):
         return [op, *(getattr(op, name) for name in op.overloads())]
@@ -120,7 +119,7 @@ def _is_meta(x: object) -> bool:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, plain tensors beside DTensors count as replicated, even under `strict()`: the library's default."""
+    """Inside, plain tensors beside DTensors count as replicated, even under `strict()`, as by default."""
     with strict(False):
         yield
 
@@ -139,11 +138,11 @@ def local_map(
 
     Args:
         func: takes and returns plain tensors; None makes `local_map` a decorator.
-        out_placements: of the one result, in a sequence or by axis name, or a tuple of those for several flattened
-            results; None for what is not a tensor.
+        out_placements: of the result, in a sequence or by axis name; for several flattened results, a tuple of these,
+            with None for each result that is not a tensor.
         in_placements: the placements that each flattened argument must have; None (for one or for all) takes any.
-        in_grad_placements: of the gradient of each local argument, see `DTensor.to_local`; None is as the argument.
-        device_mesh: of the results; None is that of the first DTensor among the arguments.
+        in_grad_placements: of the gradient of each local argument, see `DTensor.to_local`; None: as the argument.
+        device_mesh: of the results; None is the mesh of the first DTensor among the arguments.
         redistribute_inputs: redistribute arguments that have other placements than `in_placements`.
 
     Returns:

@@ -37,16 +37,16 @@ def context_parallel(
 ) -> Iterator[None]:
     """Inside, the buffers are this rank's part of the sequence, and attention is ring attention over all of it.
 
-    The sequence is divided into two chunks a rank, the first and the last one for rank 0, then inwards: with a causal
-    mask all ranks then compute about as much. `F.scaled_dot_product_attention` and `nn.MultiheadAttention` with
-    `need_weights=False` of plain tensors are ring attention; all other ops see the part. So call backward inside, too.
+    The sequence is divided into two chunks a rank, the first and the last one for rank 0, then inwards: under a causal
+    mask all ranks then compute about equally much. `F.scaled_dot_product_attention` and `nn.MultiheadAttention` with
+    `need_weights=False` of plain tensors are ring attention; other ops see the rank's part. Call backward inside, too.
 
     Args:
         mesh: one axis, such as `mesh["cp"]`. All its ranks hold equal buffers.
         buffers: plain tensors without gradients that have the sequence as a dim, such as token ids, labels, positions
-            and tables of rotary embeddings. Inside each has another shape and other memory, in place.
-        buffer_seq_dims: which dim of each that is; all have the same length, of any size.
-        no_restore_buffers: those of `buffers` that keep the part afterwards. The others are again what they were.
+            and tables of rotary embeddings. Inside, each has another shape and other memory, in place.
+        buffer_seq_dims: the sequence dim of each buffer; all have one length, of any size.
+        no_restore_buffers: buffers that keep the part afterwards; others are restored.
 
     Raises:
         LayoutError: buffers that cannot be sharded.
@@ -75,17 +75,17 @@ def context_parallel(
 def context_parallel_unshard(
     mesh: Mesh | DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]
 ) -> list[Tensor]:
-    """Full tensors, without gradients, of tensors that are sharded as inside `context_parallel`, such as its logits.
+    """Full tensors, without gradients, of tensors sharded as inside `context_parallel`, such as its logits.
 
     Args:
-        mesh: that of `context_parallel`.
-        buffers: the part of this rank of each.
-        seq_dims: which dim of each is the sequence.
+        mesh: the mesh of `context_parallel`.
+        buffers: this rank's part of each tensor.
+        seq_dims: the sequence dim of each tensor.
 
     Sends: for each tensor an all-gather; for all together one of 8 bytes a tensor.
 
     Raises:
-        LayoutError: the lengths of the ranks are not those of a sequence that `context_parallel` has sharded.
+        LayoutError: the lengths on the ranks are not those of `context_parallel`.
     """
     ranks = _ranks_of(mesh)
     if len(buffers) != len(seq_dims):
@@ -186,7 +186,7 @@ def _unequal_lists(function: str, buffers: int, name: str, dims: int) -> LayoutE
 
 
 def _replace(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give buffers other values and shapes; what autograd has saved of them raises in backward from now on."""
+    """Give buffers other values and shapes. Backward through values that autograd saved of them then raises."""
     for x, value in zip(buffers, values, strict=True):
         x.data = value
         torch.autograd.graph.increment_version(x)

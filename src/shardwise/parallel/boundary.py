@@ -35,7 +35,7 @@ _BESIDE = (
     "mesh of both axes, and the batch on it: then attention has this rank's part of the batch and of the heads, "
     "q.view(*q.shape[:2], -1, head_dim), and norms need a style too"
 )
-MAX_NDIM = 16  # of a plain tensor whose shapes are exchanged
+MAX_NDIM = 16  # dims of a plain tensor whose shapes are exchanged
 
 
 class BoundaryPlan(NamedTuple):
@@ -75,7 +75,7 @@ class _FromPlain(_Boundary):
 class _ToPlain(_Boundary):
     """Redistributes a DTensor and returns its local tensor, in one node.
 
-    So a replicated gradient stays replicated: that of a Partial tensor that was all-reduced needs no communication.
+    So a replicated gradient stays replicated: the gradient of an all-reduced Partial tensor is not sent.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class SharedInput:
     Query, key and value projections of one input then share one all-gather forward and one all-reduce backward.
     """
 
-    depth: int = 0  # of forwards that run
+    depth: int = 0  # running forwards
     source: Tensor | None = None
     key: object = None
     result: DTensor | None = None
@@ -116,7 +116,7 @@ class SharedInput:
         self.source = self.key = self.result = None
 
     def once(self, x: Tensor, key: object, redistribute: Callable[[], DTensor]) -> DTensor:
-        """What `redistribute` makes of `x`, or made of it before in this forward, if `x` did not change since."""
+        """The result of `redistribute` for `x`; computed once in a forward, unless `x` changes."""
         if not self.depth:
             return redistribute()
         versioned = key, _version(x)
@@ -126,7 +126,7 @@ class SharedInput:
 
 
 def _version(x: Tensor) -> object:
-    """Differs after `x` changed; for inference tensors, which count no changes, it equals nothing."""
+    """A value that differs after `x` changed. For inference tensors, which count no changes, it equals nothing."""
     with DisableTorchFunctionSubclass():
         return object() if x.is_inference() else (x._version, x.requires_grad, torch.is_grad_enabled())
 
@@ -149,9 +149,9 @@ class BoundaryRedistribution:
         plain_layout: how a plain tensor is laid out; None refuses plain tensors.
         desired_layout: the placements to redistribute to; None keeps those of an axis.
         use_local_output: return the local tensor.
-        what: which tensor of which module this is, for errors and communication traces.
+        what: the name of the tensor and its module, for errors and communication traces.
         shared: the input that sibling modules share.
-        features: that the last dim of a plain tensor must have in all, if known.
+        features: the global size of the last dim of a plain tensor, if known.
         style: the class of its style, for communication traces.
     """
 

@@ -44,7 +44,7 @@ def mix_experts(
     Every token gets all the experts it chose: there is no capacity, and none is dropped.
 
     Args:
-        chosen: which experts, (tokens, k), int64.
+        chosen: indices of experts, (tokens, k), int64.
         w1, w2: weights of the experts, (experts, hidden, dim) and (experts, dim, hidden).
         tokens: (tokens, dim), of the dtype of the experts.
         weights: of the chosen experts, (tokens, k); converted to the dtype of the tokens.
@@ -57,13 +57,13 @@ def mix_experts(
         token goes once to every rank that has experts of it, and one sum comes back. If only the experts are sharded,
         by experts or by hidden features, the result is Partial, and nothing is sent.
 
-    Sends: a row of dim + 2 k elements, and a row of dim elements back, for every token and every other rank that holds
-        experts of it; before that 24 bytes to each other rank. The gradients the same rows, and not the 24 bytes.
+    Sends: for every token, to every other rank with experts of it, a row of dim + 2 k elements, and a row of dim
+        elements back; before these, 24 bytes to each other rank. The gradients: equal rows, without the 24 bytes.
 
     Raises:
         IdError: a number that is not an expert; the same on every rank that takes part.
-        IdTypeError: dtypes that do not go together.
-        LayoutError: shapes, or layouts of `w1` and `w2`, that do not.
+        IdTypeError: dtypes that do not fit together.
+        LayoutError: shapes, or layouts of `w1` and `w2`, that do not fit together.
     """
     operands = (chosen, w1, w2, tokens, weights)
     if has_torch_function(operands):
@@ -109,14 +109,14 @@ def _check_shapes(shapes: Sequence[Sequence[int]], any_experts: bool) -> None:
 
 
 def _mixed(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tensor, compute: Compute) -> Tensor:
-    """The weighted sums of the experts of this rank; other numbers in `chosen` add nothing."""
+    """The weighted sums of the experts of this rank; indices of other experts add nothing."""
     rows, columns = ((chosen >= 0) & (chosen < len(w1))).nonzero(as_tuple=True)
     order = chosen[rows, columns].argsort(stable=True)
     rows, columns = rows[order], columns[order]
     x, factors = tokens[rows], weights[rows, columns].to(tokens.dtype)
     if len(rows):
         made = compute(chosen[rows, columns], w1, w2, x, factors)
-    else:  # such a rank stays in the graph: its backward has the same collectives
+    else:  # such a rank stays in the graph: its backward runs the collectives of all ranks
         made = (x + (w1.sum() + w2.sum())) * factors.unsqueeze(1)
     return torch.zeros_like(tokens).index_add(0, rows, made)
 
@@ -172,9 +172,9 @@ def _on_locals(
 
 
 def balanced_choices(count: int, top_k: int, experts: int) -> Tensor:
-    """Experts of tokens in a simulation, (count, top_k): all equally often, and those of a token far from each other.
+    """Balanced experts of tokens in a simulation, (count, top_k).
 
-    So a token goes to as many ranks as it can.
+    Experts of one token are far from each other, so a token goes to as many ranks as possible.
     """
     first = torch.arange(count).unsqueeze(1)
     return (first + torch.arange(top_k) * (experts // top_k)) % experts
@@ -189,7 +189,7 @@ def _with_values(chosen: Tensor, experts: int) -> Tensor:
 
 
 def _experts_of(ctx: LocalContext, rank: int) -> Span:
-    """Which experts a rank holds: from, to."""
+    """The range of experts on a rank: first, last + 1."""
     if ctx.layouts[1].shard_sizes(0) != ctx.layouts[2].shard_sizes(0):
         raise LayoutError(
             f"mix_experts: w1 and w2 must be sharded alike, got {ctx.layouts[1]} and {ctx.layouts[2]}. "
@@ -209,7 +209,7 @@ def _exchanged(
     weights: Tensor,
     compute: Compute,
 ) -> Tensor:
-    """Tokens go to the ranks that hold experts of them, with their weights and experts, and sums come back."""
+    """Tokens go to the ranks with their experts, with weights and indices, and sums come back."""
     (num, dim), k = tokens.shape, chosen.shape[1]
     spans = [_experts_of(ctx, rank) for rank in ranks]
     masks = [(chosen >= first) & (chosen < last) for first, last in spans]
@@ -241,16 +241,16 @@ register(OpRule(_rows, shape=lambda *operands, **_: operands[3].shape, replicate
 class ExpertParallel(ParallelStyle):
     """Every rank holds some of the experts of a layer, whose parameters `w1` and `w2` are stacked by experts.
 
-    Other parameters, such as those of a router, are replicated. Or the layer is one of transformers, whose forward
-    takes `hidden_states`, `top_k_index` and `top_k_weights`, and whose only parameters are two stacks: each rank runs
-    the layer's own forward with the experts that it holds.
+    Other parameters, such as those of a router, are replicated. The layer may also be one of transformers: its forward
+    takes `hidden_states`, `top_k_index` and `top_k_weights`, and its only parameters are two stacks. Then each rank
+    runs the layer's own forward with its experts.
 
     Args:
         input_layouts: the layout of a plain input. Shard(0): the tokens of each rank are sent to their experts;
             Replicate(): each rank computes the outputs of its own experts.
         output_layouts: the layout that the output is redistributed to.
         use_local_output: return this rank's local tensor.
-        sizes: how many experts every rank gets; None is as of `torch.chunk`.
+        sizes: number of experts on every rank; None divides them as `torch.chunk`.
     """
 
     input_layouts: PlacementsLike = BY_TOKENS
@@ -281,7 +281,7 @@ class ExpertParallel(ParallelStyle):
 
 # ---- layers of transformers ---------------------------------------------------------------------------------
 
-DISPATCHED = ("hidden_states", "top_k_index", "top_k_weights")  # what its forward takes
+DISPATCHED = ("hidden_states", "top_k_index", "top_k_weights")  # arguments of their forward
 
 
 def is_dispatched(module: nn.Module) -> bool:
@@ -293,7 +293,7 @@ def stacked_experts(module: nn.Module) -> tuple[str, str]:
     """The names of the two parameters of a layer that are stacked by experts.
 
     Raises:
-        PlanError: it has others.
+        PlanError: the layer has other parameters.
     """
     dispatched = is_dispatched(module)
     names = [
@@ -326,7 +326,7 @@ class _DispatchedForward:
 
 @dataclass(frozen=True)
 class _OwnForward:
-    """What the class of a layer computes with the experts of one rank. Layers of a class have equal keys in caches."""
+    """The forward of a layer's class with the experts of one rank. Layers of a class have equal keys in caches."""
 
     kind: type[nn.Module]
     names: tuple[str, str]

@@ -157,7 +157,7 @@ def flattened(plan: ParallelPlan, prefix: str = "") -> Iterator[tuple[str, Paral
 
 
 def resolve(module: nn.Module, plan: Entries, mesh: Mesh) -> ResolvedPlan:
-    """What the plan does to each module and parameter; changes nothing.
+    """The effect of the plan on each module and parameter; changes nothing.
 
     Raises:
         PlanError: every key that matches nothing and every style or placement that does not fit, in one message.

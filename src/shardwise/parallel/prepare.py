@@ -29,7 +29,7 @@ Placements of an argument that is not a tensor apply to every tensor in it."""
 
 
 def _may_be_nested_layouts(value: object) -> bool:
-    """Which argument each belongs to is known only when the style is applied; see `_nested`."""
+    """Accept anything: the argument of each layout is known only when the style is applied; see `_nested`."""
     if isinstance(value, Mapping):
         return all(map(_may_be_nested_layouts, value.values()))
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -152,7 +152,7 @@ class ModuleContext:
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """How a module is parallelised. Subclass it as a frozen dataclass and override what differs from doing nothing.
+    """The parallelisation of a module. Subclass it as a frozen dataclass and override the methods that do something.
 
     All methods are called before any module changes; their errors are collected.
     """
@@ -170,7 +170,7 @@ class ParallelStyle:
         return None
 
     def forward_fn(self, module: nn.Module, context: ModuleContext) -> Callable[..., Tensor] | None:
-        """What the module computes instead of its forward, from what `input_fn` returns."""
+        """A function that replaces the module's forward; its arguments come from `input_fn`."""
         return None
 
     def output_fn(self, module: nn.Module, context: ModuleContext) -> OutputFn | None:
@@ -192,7 +192,7 @@ class ModuleInputs:
 
 
 def misused_style(entry: object) -> str:
-    """What to do with torch's style, or a class in the place of a style; "" if `entry` is neither."""
+    """The fix for torch's style, or a class in the place of a style; "" if `entry` is neither."""
     cls = entry if isinstance(entry, type) else type(entry)
     if cls.__module__.startswith("torch.distributed.tensor.parallel"):
         return f"it is torch's class, import {cls.__name__} from shardwise.parallel"
@@ -282,7 +282,7 @@ class _FeatureParallel(ParallelStyle):
 
 
 def _shard_sizes(length: int, unit: int, sizes: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """How many of `length` features each of `count` ranks gets, in multiples of `unit`.
+    """The number of the `length` features on each of `count` ranks, in multiples of `unit`.
 
     Raises:
         PlanError: units that do not fill the length.

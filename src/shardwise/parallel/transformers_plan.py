@@ -115,7 +115,7 @@ WITHOUT_STYLE = (
     "replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "moe_identity_expert",
     "grouped_gemm",
 )  # fmt: skip
-"""What these do for plain tensors, such as reducing gradients, DTensors do without a style."""
+"""Torch's styles that need none here: DTensors reduce gradients, for example, without a style."""
 
 
 def _in_units(style: ParallelStyle, modules: Mapping[str, nn.Module], path: str) -> ParallelStyle:

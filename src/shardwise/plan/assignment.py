@@ -1,14 +1,14 @@
-"""Which option each table takes, and which ranks: the abstract problem, and the value of an assignment.
+"""The choice of an option and of ranks for each table: the abstract problem, and the value of an assignment.
 
-Two ranks of one host, tables a and b. An option has blocks, each of which needs a place:
+Two ranks of one host, tables a and b. An option has blocks, which are placed:
 
     a   "table"    one block on one rank
     a   "column"   two blocks on different ranks
     b   "row"      one block that spans all ranks
 
-What a block needs on each of its ranks is a row of numbers: bytes of memory, then an amount of each phase of a step,
-such as bytes received. An option may need as much again on every rank, wherever its blocks are. A phase ends when its
-slowest rank ends, so a step takes the sum of the largest times.
+The cost of a block on each of its ranks is a row of numbers: bytes of memory, then an amount for each phase of a step,
+such as bytes received. An option may also have a cost on every rank, wherever its blocks are. A phase ends with its
+slowest rank, so a step takes the sum of the largest times.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class Option:
     """One way to shard a table.
 
     Attributes:
-        label: what it is called.
-        span: the ranks of each block: 1, those of a host, or all.
+        label: its name.
+        span: number of ranks of each block: 1, the ranks of a host, or all.
         cost: [blocks, span or 1, 1 + phases]: memory and amounts on each rank of a block; 1: equal on all.
-        everywhere: [1 + phases]: what every rank needs besides, such as to request rows.
+        everywhere: [1 + phases]: further cost on every rank, such as for requests of rows.
     """
 
     label: str
@@ -59,12 +59,12 @@ class Option:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Where blocks are placed.
+    """The ranks on which blocks are placed.
 
     Attributes:
         memory: bytes of each rank for the tables.
-        inside: seconds of an amount on a rank, [phases].
-        between: seconds of an amount on the link of a host, that of all its ranks, [phases]; 0 where none crosses it.
+        inside: seconds per amount on a rank, [phases].
+        between: seconds per amount on the link of a host, by the sum of its ranks, [phases]; 0 if none crosses it.
     """
 
     hosts: int
@@ -78,7 +78,7 @@ class Ranks:
         return self.hosts * self.per_host
 
     def times(self, loads: Floats) -> Floats:
-        """How long each phase takes, [phases], of what each rank has to do, [ranks, 1 + phases]."""
+        """The time of each phase, [phases], for loads of ranks, [ranks, 1 + phases]."""
         of_hosts = loads.reshape(self.hosts, self.per_host, -1).sum(1)
         found: Floats = np.maximum(loads.max(0)[1:] * self.inside, of_hosts.max(0)[1:] * self.between)
         return found
@@ -93,8 +93,8 @@ class Problem:
     """The options of each table, and the ranks.
 
     Attributes:
-        limits: for all options in one list, [limits, options]: the sum over those that are chosen is not above 0. A
-            search need not keep them: who set them knows what an assignment costs that does not.
+        limits: over all options in one list, [limits, options]: the sum over the chosen options is at most 0. A search
+            need not keep them: their author knows the cost of an assignment that does not.
     """
 
     options: Sequence[Sequence[Option]]
@@ -103,7 +103,7 @@ class Problem:
 
     @cached_property
     def starts(self) -> Ints:
-        """Where the options of each table start if all are in one list, and their number."""
+        """The first index of each table's options in one list of all, and the length of the list."""
         return np.cumsum([0, *map(len, self.options)])
 
     @cached_property
@@ -113,18 +113,18 @@ class Problem:
 
     @cached_property
     def everywhere(self) -> Floats:
-        """What every rank needs besides, [options, 1 + phases]."""
+        """The cost on every rank, [options, 1 + phases]."""
         return np.array([np.zeros(1 + len(self.ranks.inside)) + option.everywhere for option in self.every])
 
     @cached_property
     def _of_ranks(self) -> tuple[Floats, Ints]:
-        """What each rank of each block needs, and where the ranks of each option start: arrays of all are fast."""
+        """The cost of each rank of each block, and where the ranks of each option start: arrays of all are fast."""
         rows = [option.cost.reshape(-1, option.cost.shape[2]) for option in self.every]
         return np.concatenate(rows), np.cumsum([0, *map(len, rows[:-1])])
 
     @cached_property
     def _of_blocks(self) -> tuple[Floats, Ints]:
-        """What all ranks of each block need together, and where the blocks of each option start."""
+        """The cost of each block on all its ranks together, and where the blocks of each option start."""
         blocks = [len(option.cost) for option in self.every]
         width = np.repeat([option.cost.shape[1] for option in self.every], blocks)
         span = np.repeat([option.span for option in self.every], blocks)
@@ -139,7 +139,7 @@ class Problem:
 
     @cached_property
     def most(self) -> Floats:
-        """What the busiest rank of an option needs, [options, 1 + phases]."""
+        """The cost on the busiest rank of an option, [options, 1 + phases]."""
         found: Floats = np.maximum.reduceat(*self._of_ranks) + self.everywhere
         return found
 
@@ -150,7 +150,7 @@ class Problem:
 
     @cached_property
     def fastest(self) -> Floats:
-        """The shortest time of each phase that an option allows, whatever else there is, [options, phases]."""
+        """The shortest time of each phase that an option allows, whatever the others are, [options, phases]."""
         ranks = self.ranks
         of_host = np.maximum.reduceat(*self._of_blocks) + ranks.per_host * self.everywhere
         spans_hosts = np.array([option.span > ranks.per_host for option in self.every])
@@ -160,14 +160,14 @@ class Problem:
 
     @property
     def least(self) -> Floats:
-        """What every rank needs at least in each phase, in seconds, [options, phases]."""
+        """The least time of every rank in each phase, in seconds, [options, phases]."""
         of_all = np.array([option.span == self.ranks.count for option in self.every])
         found: Floats = self.everywhere + np.minimum.reduceat(*self._of_ranks) * of_all[:, None]
         return found[:, 1:] * self.ranks.inside
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
-        """Which options have no rank with more than its memory, [options]."""
+        """Whether all ranks of each option have enough memory, [options]."""
         return self.most[:, MEMORY] <= self.ranks.memory * (1 + TOLERANCE)
 
 
@@ -177,7 +177,7 @@ class Assignment:
 
     Attributes:
         choice: the option of each table.
-        places: of each table, the place of each of its blocks: a rank, a host, or 0 for all ranks.
+        places: for each table, the place of each block: a rank, a host, or 0 for all ranks.
         loads: of each rank, [ranks, 1 + phases].
     """
 

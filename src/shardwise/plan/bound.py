@@ -1,7 +1,8 @@
-"""How fast any assignment can be at most, by a linear program; and the best one of small problems.
+"""A lower bound on the time of all assignments, by a linear program; and the optimum of small problems.
 
-The program takes a share of each option of a table. It knows that the busiest rank has at least the average load, and
-at least what the largest block of a table needs beside what all ranks have, but not which blocks fit together.
+The program takes a share of each option of a table. It includes that the busiest rank has at least the average load,
+and at least the cost of the largest block of a table plus that of every rank. It does not include which blocks fit
+together.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ MOST_BLOCKS = 300  # tables whose largest block is in the program, for each phas
 MATTERS = 0.1  # if it takes more than this share of what all tables need on average
 PRECISION = 1e-6  # the solver keeps its limits to 1e-7
 INFEASIBLE, GAVE_UP = 2, 4  # statuses of `linprog` and `milp`
-MOST_BINARIES = 200  # of a problem that is solved exactly
+MOST_BINARIES = 200  # binary variables of a problem that is solved exactly
 # How much slower each limit of time is than the one before. Where ranks are equal in the program, HiGHS (of scipy 1.17)
 # calls some assignments the best that are up to 4 % above it.
 ASYMMETRY = 1e-7
-MOST_NODES = 20_000  # of its search; what it has proved until then counts
+MOST_NODES = 20_000  # nodes of the exact search; then its best result is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Bound:
     Attributes:
         times: of each phase, [phases].
         shares: of each option, of all tables in one list.
-        reduced: by how much the bound rises at least if an option is taken, [options].
+        reduced: least increase of the bound if an option is taken, [options].
     """
 
     value: float
@@ -46,7 +47,7 @@ def solver() -> ModuleType:
     """`scipy.optimize`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: scipy is not installed.
     """
     try:
         return import_module("scipy.optimize")
@@ -55,7 +56,7 @@ def solver() -> ModuleType:
 
 
 def lower_bound(problem: Problem) -> Bound | None:
-    """The bound; None if the tables do not fit in memory, whatever is chosen."""
+    """The bound; None if no choice of options fits in memory."""
     optimize = solver()
     from scipy import sparse
 
@@ -66,7 +67,7 @@ def lower_bound(problem: Problem) -> Bound | None:
         return None
     average = np.maximum(ranks.inside / ranks.count, ranks.between / ranks.hosts)
     at_least = average * np.minimum.reduceat(total, problem.starts[:-1])[:, 1:].sum(0)
-    # The columns: the shares of all options, what each phase takes, and what is on all ranks.
+    # The columns: the shares of all options, the times of phases, and the cost on all ranks.
     blank, one = sparse.csr_array((phases, phases)), sparse.eye_array(phases)
     rows = [
         sparse.hstack([sparse.csr_array((total[:, 1:] * average).T), -one, blank]),
@@ -114,13 +115,13 @@ def lower_bound(problem: Problem) -> Bound | None:
 
 
 def _solution(optimize: ModuleType, **program: object) -> Any:
-    """Solve a linear program; where the simplex method gives up, as on some without a solution, by interior points."""
+    """Solve a linear program; by interior points if the simplex method gives up, as for some without a solution."""
     found = optimize.linprog(**program, method="highs")
     return found if found.status != GAVE_UP else optimize.linprog(**program, method="highs-ipm")
 
 
 def _scaled(limits: Floats) -> Floats:
-    """Limits with numbers of at most 1."""
+    """Limits scaled to numbers of at most 1."""
     found: Floats = limits / np.maximum(np.abs(limits).max(1, keepdims=True), 1e-30)
     return found
 
@@ -128,7 +129,7 @@ def _scaled(limits: Floats) -> Floats:
 def _largest_blocks(
     problem: Problem, of_option: Ints, seconds: Floats, phase: int, at_least: float, on_top: bool
 ) -> object:
-    """Rows: a phase takes at least as long as the largest block of a table; perhaps on top of what all ranks have."""
+    """Rows: a phase takes at least as long as the largest block of a table, perhaps plus the cost of every rank."""
     from scipy import sparse
 
     slowest = np.maximum.reduceat(seconds[:, phase], problem.starts[:-1])
@@ -145,7 +146,7 @@ def _largest_blocks(
 
 
 def num_binaries(problem: Problem) -> int:
-    """How many binary variables `solve_exactly` would have; of large problems, a part of them."""
+    """The number of binary variables of `solve_exactly`; of large problems, a part of them."""
     ranks = problem.ranks.count
     if len(problem.total) > MOST_BINARIES:
         return len(problem.total)
@@ -157,9 +158,9 @@ def num_binaries(problem: Problem) -> int:
 
 
 def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, float]:
-    """The best assignment, and what no other one can be below: infinity if there is none.
+    """The best assignment, and a lower bound of all: infinity if there is none.
 
-    The assignment is None as well if it was not found in time.
+    The assignment is None also if it was not found in time.
     """
     optimize = solver()
     ranks, phases = problem.ranks, len(problem.ranks.inside)
@@ -219,7 +220,7 @@ def solve_exactly(problem: Problem, bound: Bound) -> tuple[Assignment | None, fl
 
 
 def _equal_blocks(options: Sequence[Option]) -> dict[tuple[int, int], list[int]]:
-    """The blocks of each option that cost the same, by the number of the option and the first of them."""
+    """Blocks of each option with equal costs, by the index of the option and the first of the blocks."""
     found = {}
     for number, option in enumerate(options):
         _, group = np.unique(option.cost, axis=0, return_inverse=True)

@@ -1,4 +1,4 @@
-"""What differs: between two plans (`PlanChange`), and between a plan and a step that runs (`PlanCheck`)."""
+"""Differences between two plans (`PlanChange`), and between a plan and a step that runs (`PlanCheck`)."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from shardwise.simulation.memory import Memory, Roles
 from shardwise.simulation.result import Recorded, sent_by_cause
 from shardwise.simulation.topology import Topology
 
-STEPS = 3  # that are timed
+STEPS = 3  # timed steps
 
 
 class PlanChange(NamedTuple):
-    """The differences of another choice; above 0 it needs more.
+    """The differences of another choice; numbers above 0 are costs.
 
     Attributes:
         sharding: the other choice.
@@ -62,12 +62,12 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PlanCheck(Report):
-    """A plan beside a step that ran; the same on all ranks. `print` it.
+    """A plan beside a step that ran, equal on all ranks; `print` it.
 
     Attributes:
-        sent_bytes: of each cause of communication, such as the redistribution of a parameter.
-        memory: bytes at the peak of the rank that needs most by the plan.
-        milliseconds: of a step; the plan's are those of its topology.
+        sent_bytes: for each cause of communication, such as the redistribution of a parameter.
+        memory: bytes at the peak of the rank that needs most in the plan.
+        milliseconds: of a step; the plan's time is that of its topology.
         note: why bytes may differ.
     """
 
@@ -83,7 +83,7 @@ class PlanCheck(Report):
 
     @property
     def different(self) -> dict[str, Figure]:
-        """The causes whose bytes are other ones than were predicted."""
+        """The causes whose measured bytes differ from the predicted."""
         return {cause: figure for cause, figure in self.sent_bytes.items() if figure.predicted != figure.measured}
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
@@ -105,7 +105,7 @@ class PlanCheck(Report):
 
 
 class StepRun(NamedTuple):
-    """What one rank did in a step: seconds, bytes that it sent by cause, and bytes at the peak of its memory."""
+    """One rank's step: seconds, bytes sent by cause, and bytes at the peak of its memory."""
 
     seconds: float
     sent: dict[str, int]
@@ -113,12 +113,12 @@ class StepRun(NamedTuple):
 
 
 def run_steps(step: Callable[[], object], mesh: Mesh, fullest: int) -> list[StepRun]:
-    """What each rank of the mesh does in a step; all ranks call it.
+    """Steps of each rank of the mesh; all ranks call it.
 
-    The first step is not counted. In the second one bytes and memory are counted, the others are timed.
+    The first step is not counted. Bytes and memory are those of the second, times those of later ones.
 
     Args:
-        fullest: the rank whose memory is measured; that of others is 0.
+        fullest: the rank whose memory is measured; others have 0.
     """
     ranks = mesh.sorted_ranks
     recorded, memory = Recorded(), Memory(allocate=True)
@@ -149,14 +149,14 @@ def check_of(
     predicted: Mapping[str, int], sent: Mapping[str, int], memory: Figure, seconds: float, runs: Sequence[StepRun],
     note: str = "",
 ) -> PlanCheck:  # fmt: skip
-    """A plan beside the steps of all ranks, which end with the slowest."""
+    """A plan beside the steps of all ranks; a step ends with the slowest rank."""
     causes = {cause: Figure(predicted.get(cause, 0), sent.get(cause, 0)) for cause in {**predicted, **sent}}
     slowest = max(run.seconds for run in runs)
     return PlanCheck(causes, memory, Figure(1e3 * seconds, 1e3 * slowest), note)
 
 
 def other_costs(topology: Topology, device_type: str) -> str:
-    """Says so if ranks choose between an all-reduce and an all-to-all by other costs than those of a plan."""
+    """A note if ranks choose between an all-reduce and an all-to-all by costs that differ from the plan's."""
     of_run = collectives.costs(device_type)
     if topology.costs.numbers() == of_run.numbers():
         return ""

@@ -1,4 +1,4 @@
-"""Whether a plan fits: the first line of its text, and the error of what does not fit."""
+"""Whether a plan fits: the first line of its text, and the error if it does not."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ MOST_NAMED = 3  # tables
 SMALLER = {Adagrad: RowWiseAdagrad, Adam: RowWiseAdam, Lamb: RowWiseLamb}
 
 Least = Callable[[Request], tuple[Floats, Floats]]
-"""The bytes that the smallest sharding of each table takes on all ranks together, and on its fullest rank."""
+"""The bytes of the smallest sharding of each table, on all ranks together and on its fullest rank."""
 
 
 def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: float | None) -> str:
@@ -37,7 +37,7 @@ def fits_text(needed: float, memory: float, ranks: int, seconds: float, gap: flo
 
 
 def refusal(request: Request, least: Least, fits: Callable[[Request], bool]) -> TooLargeError:
-    """The error of tables that do not fit: which, how much is missing, and the smallest change that fits.
+    """The error of tables that do not fit: which, the missing bytes, and the smallest change that fits.
 
     Args:
         fits: whether a search finds a plan.

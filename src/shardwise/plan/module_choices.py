@@ -1,4 +1,4 @@
-"""The choices of each node of a graph: the rows of its rule, or the placements of a parameter, on the tensor axis."""
+"""The choices of each node of a graph on the tensor axis: the rows of its rule, or the placements of a parameter."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Choice:
     """One way to run a node along an axis.
 
     Attributes:
-        inputs: the placements that its operands get.
-        outputs: those of its results.
+        inputs: the placements of its operands.
+        outputs: the placements of its results.
         why: the reason of the row.
-        alignment: shard offsets of operands are multiples of it.
-        maps: whether a sharded dim of a result has another size than that of its operand, in proportion.
+        alignment: shard offsets of operands are multiples of this.
+        maps: whether a sharded dim of a result differs in size from the operand's, in proportion.
     """
 
     inputs: tuple[Placement, ...]
@@ -37,7 +37,7 @@ def replicated(node: Node) -> Choice:
 
 
 def all_choices(graph: ModuleGraph) -> list[list[Choice]]:
-    """The choices of each node along the tensor axis, that of replicated operands first."""
+    """The choices of each node along the tensor axis; the choice of replicated operands comes first."""
     found: list[list[Choice]] = []
     for number, node in enumerate(graph.nodes):
         first = graph.first[number]
@@ -47,7 +47,7 @@ def all_choices(graph: ModuleGraph) -> list[list[Choice]]:
 
 def _choices_of(graph: ModuleGraph, node: Node) -> list[Choice]:
     found = [replicated(node)]
-    if not node.of_parameters:  # made of plain tensors, which every rank has
+    if not node.of_parameters:  # made of plain tensors, which are equal on every rank
         return found
     shape = node.results[0].shape
     shards = [Shard(dim) for dim, n in enumerate(shape) if n > 1]
@@ -62,7 +62,7 @@ def _choices_of(graph: ModuleGraph, node: Node) -> list[Choice]:
 
 
 def rows_of(graph: ModuleGraph, node: Node) -> list[Choice]:
-    """The rows of the rule of an op, with placements that shards of parameters can lead to."""
+    """The rows of the rule of an op, with placements that sharded parameters can lead to."""
     rule, layouts = entry_of(node.func), []
     for value in node.operands:
         result = graph.result(value)
@@ -95,15 +95,15 @@ Dim = tuple[Value, int]
 
 
 def _have_units(a: int, b: int, of_operands: bool) -> bool:
-    """Whether dims of two lengths have units in common: heads and keys do, tokens and five experts do not."""
+    """Whether dims of two lengths have common units: heads and keys do, tokens and five experts do not."""
     return a == b or (of_operands and not max(a, b) % max(min(a, b), 1))
 
 
 class Units:
-    """Into how many equal units each dim may be divided, such as the heads of a projection.
+    """The number of equal units into which each dim may be divided, such as the heads of a projection.
 
-    Dims that some row shards together have one number of units: the greatest common divisor of what each allows. A
-    view of 4,096 features as 32 heads allows 32, and so do the weights that make the features.
+    Dims that a row shards together have one number of units: the greatest common divisor of their own. A view of 4,096
+    features as 32 heads allows 32, and so do the weights that make the features.
     """
 
     def __init__(self, graph: ModuleGraph, choices: list[list[Choice]]) -> None:
@@ -120,7 +120,7 @@ class Units:
             self._count[top] = gcd(self._count[top], count)
 
     def _join_dims_of(self, number: int, node: Node, choice: Choice) -> list[tuple[Dim, int]]:
-        """Join the dims that a row shards; how many units each of them allows."""
+        """Join the dims that a row shards; the number of units that each of them allows."""
         found: list[tuple[Dim, int]] = []
         results = [Value(number, i) for i in range(len(node.results))]
         placements = zip((*node.operands, *results), (*choice.inputs, *choice.outputs), strict=True)

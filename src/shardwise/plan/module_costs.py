@@ -1,7 +1,7 @@
-"""What choices cost on a mesh: seconds of a step, and bytes of memory on the rank that has most.
+"""The costs of choices on a mesh: seconds of a step, and bytes of memory on the rank that has most.
 
-Time is compute, redistributions in forward and backward, exchanges inside ops, the reduction of gradients and the
-optimizer, one after the other: nothing overlaps. A simulated rank makes each redistribution and each exchange once.
+Time is the sum of compute, redistributions in forward and backward, exchanges inside ops, the reduction of gradients
+and the optimizer: nothing overlaps. A simulated rank runs each redistribution and each exchange once.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ BUCKET = 25 << 20  # bytes of gradients that are added along the tensor axis tog
 
 
 def unit_of(name: str) -> str:
-    """The unit of `fully_shard` that a parameter is in: the outermost block, else the module itself."""
+    """The unit of `fully_shard` with a parameter: the outermost block, else the module itself."""
     parts = name.split(".")
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
 
@@ -42,7 +42,7 @@ class ModuleCosts:
 
     Args:
         graph: of a forward of the rank's part of the batch.
-        shape: the ranks of the data axis and of the tensor axis.
+        shape: number of ranks of the data axis and of the tensor axis.
     """
 
     def __init__(self, graph: ModuleGraph, shape: tuple[int, int], topology: Topology) -> None:
@@ -53,7 +53,7 @@ class ModuleCosts:
         self.mesh = Mesh(shape[1:])
         self.clock = RankClock(self.mesh, topology)
         self._groups = [_group(Mesh(shape), axis) for axis in (0, 1)]
-        self._unit_bytes: dict[str, float] = defaultdict(float)  # which are sent along the data axis together
+        self._unit_bytes: dict[str, float] = defaultdict(float)  # bytes sent together along the data axis
         for i, node in enumerate(graph.nodes):
             if node.kind == PARAMETER:
                 self._unit_bytes[self.unit(i)] += self._size(Value(i))
@@ -69,7 +69,7 @@ class ModuleCosts:
         return Layout(self.mesh, [placement], self.graph.result(value).shape)
 
     def local_shape(self, value: Value, placement: Placement) -> tuple[int, ...]:
-        """The shape of a value on rank 0, which has most."""
+        """The shape of a value on rank 0, which has the largest."""
         return self.layout(value, placement).local_shape(self.mesh.ranks[0])
 
     def local_bytes(self, value: Value, placement: Placement) -> float:
@@ -77,15 +77,15 @@ class ModuleCosts:
         return prod(self.local_shape(value, placement)) * self.graph.result(value).dtype.itemsize
 
     def _trains(self, value: Value) -> bool:
-        """Whether a gradient passes a value; none passes the indices of a topk."""
+        """Whether a gradient passes a value; not for the indices of a topk."""
         return self.graph.nodes[value.node].trains and self.graph.result(value).dtype.is_floating_point
 
     # ---- time -------------------------------------------------------------------------------------------------
 
     def redistribution(self, value: Value, src: Placement, dst: Placement, is_result: bool = False) -> float:
-        """Seconds from one placement to another on the tensor axis, and of the gradient's way back.
+        """Seconds from one placement to another on the tensor axis, and back for the gradient.
 
-        A result of the module leaves it as a plain tensor, whose gradient every rank has.
+        A result of the module leaves it as a plain tensor, with the gradient on every rank.
         """
         if src == dst:
             return 0.0
@@ -109,7 +109,7 @@ class ModuleCosts:
         return self.clock.seconds()
 
     def op(self, number: int, choice: Choice) -> float:
-        """Seconds of an op, forward and backward, with the collectives inside it; `inf` if it has no such choice."""
+        """Seconds of an op, forward and backward, with its collectives; `inf` if it has no such choice."""
         node = self.graph.nodes[number]
         if node.kind != OP:
             return 0.0
@@ -128,7 +128,7 @@ class ModuleCosts:
     def _run(
         self, node: Node, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], results: Sequence[Layout]
     ) -> float:
-        """Seconds; `inf` if results have other shards, as those of a split of a sharded dim may have."""
+        """Seconds; `inf` if results have other shards, as those of a split of a sharded dim may."""
         operands = []
         for value, layout, dtype in zip(node.operands, layouts, dtypes, strict=True):
             x = torch.zeros(layout.local_shape(self.mesh.ranks[0]), dtype=dtype)
@@ -151,7 +151,7 @@ class ModuleCosts:
         return forward + self.clock.seconds()
 
     def sum_of_gradients(self, value: Value, placement: Placement, consumers: int) -> float:
-        """Seconds of adding the gradients of the ops that take a value."""
+        """Seconds of adding the gradients of all ops that read a value."""
         return 3 * max(consumers - 1, 0) * self.local_bytes(value, placement) / self.topology.memory_bandwidth
 
     # ---- parameters -------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class ModuleCosts:
         return seconds + touched / self.topology.memory_bandwidth
 
     def unit(self, number: int) -> str:
-        """The unit of `fully_shard` that a parameter is in."""
+        """The unit of `fully_shard` with a parameter."""
         return unit_of(self.graph.nodes[number].name)
 
     def data_group(self, number: int) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class ModuleCosts:
     def at_rest(self, number: int, placement: Placement) -> float:
         """Bytes of a parameter on rank 0 between steps: `fully_shard` divides its first dim, of which rank 0 has most.
 
-        Where few rows are on many ranks, that is more than an equal part, and messages are as long.
+        For few rows on many ranks that exceeds an equal part, and messages are as long.
         """
         value = Value(number)
         shape = self.local_shape(value, placement)
@@ -194,7 +194,7 @@ class ModuleCosts:
         return rows * prod(shape[1:]) * self.graph.result(value).dtype.itemsize
 
     def stored(self, number: int, placement: Placement) -> tuple[Placement, float, str]:
-        """How a parameter is placed, its bytes on a rank, and why; "" if its ops say that."""
+        """The placement of a parameter, its bytes on a rank, and the reason; "" if its ops give it."""
         return placement, self.at_rest(number, placement), ""
 
     def _collective(self, kind: str, group: tuple[int, ...], received: float, share: float) -> float:
@@ -212,14 +212,14 @@ class ModuleCosts:
     def state_memory(self, number: int, placement: Placement, reshard: bool) -> float:
         """Bytes of a parameter, its gradient and two states of AdamW, sharded along the data axis.
 
-        Parameters that are not resharded after forward are there in full as well.
+        Parameters that are not resharded after forward also take their full size.
         """
         gathered = len(self.data_group(number)) > 1 and not reshard
         size = self.local_bytes(Value(number), placement) if gathered else 0.0
         return (4 if self.graph.nodes[number].trains else 1) * self.at_rest(number, placement) + size
 
     def activation_memory(self, number: int, choice: Choice) -> float:
-        """Bytes of the results of an op that are kept for backward."""
+        """Bytes of an op's results that are kept for backward."""
         node = self.graph.nodes[number]
         if node.kind != OP or not node.trains or is_view(node):
             return 0.0

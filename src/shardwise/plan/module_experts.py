@@ -1,8 +1,8 @@
-"""Experts along an axis that shards the batch, too: which layers have them, and what they cost.
+"""Experts along an axis that also shards the batch: layers that have them, and their costs.
 
-The data axis becomes two, "edp" and "ep". Along "ep" each rank holds some of the experts, and tokens are sent to them
-(`ExpertParallel`); along "edp" these experts are fully sharded. All other parameters are fully sharded along both.
-Every expert is taken to get tokens x top_k / experts: a trace has no values to choose by.
+The data axis becomes two, "edp" and "ep". Along "ep" each rank holds some of the experts, and receives their tokens
+(`ExpertParallel`); along "edp" these experts are fully sharded. All other parameters are fully sharded along both. A
+trace has no values to choose by, so every expert is assumed to get tokens x top_k / experts.
 """
 
 from collections import defaultdict
@@ -30,9 +30,9 @@ WHY = "tokens are sent to their experts and back"
 
 
 def expert_layers(module: nn.Module) -> dict[str, list[str]]:
-    """The paths of the layers of experts, with the names of their stacks in the module.
+    """The paths of layers of experts, with the names of their stacks in the module.
 
-    A trace knows what enters a module that has children, and is not the outermost one.
+    A trace has the inputs of modules with children, except the outermost one.
     """
     found: dict[str, list[str]] = {}
     for path, layer in module.named_modules():
@@ -47,13 +47,13 @@ def expert_layers(module: nn.Module) -> dict[str, list[str]]:
 
 
 def expert_sizes(module: nn.Module, data_ranks: int) -> list[int]:
-    """The sizes of an axis of experts on which each rank has some."""
+    """The possible sizes of an axis of experts on which each rank has some."""
     counts = [module.get_parameter(names[0]).shape[0] for names in expert_layers(module).values()]
     return [n for n in range(min([data_ranks, *counts]), 1, -1) if data_ranks % n == 0] if counts else []
 
 
 def expert_keys(styles: Mapping[str, Entry], mesh: Mesh) -> list[str]:
-    """The entries whose experts are sharded along the last axis of the mesh, which then shards the batch, too."""
+    """The entries whose experts are sharded along the last axis of the mesh, which also shards the batch."""
     along = ModuleContext("", Mesh((1,), names=mesh.names and mesh.names[-1:]), 0)
     return [key for key, style in styles.items() if isinstance(style, ExpertParallel) and style.shards_batch(along)]
 
@@ -79,18 +79,18 @@ def check_experts(styles: Mapping[str, Entry], units: Sequence[str], mesh: Mesh,
 
 
 class LayerCost(NamedTuple):
-    """What a step of a layer of experts costs beside its parameters at rest: seconds, and bytes kept for backward."""
+    """The cost of a step of a layer of experts without its parameters at rest: seconds, and bytes kept for backward."""
 
     seconds: float
     bytes: float
 
 
 class ExpertCosts(ModuleCosts):
-    """The costs of a data axis on a part of which experts are sharded.
+    """The costs of a data axis with a part along which experts are sharded.
 
     Args:
         costs: of the data axis, without a tensor axis.
-        ranks: of the axis of experts.
+        ranks: number of ranks of the axis of experts.
     """
 
     def __init__(self, costs: ModuleCosts, module: nn.Module, ranks: int) -> None:
@@ -164,7 +164,7 @@ class ExpertCosts(ModuleCosts):
 
 
 def _input_of(node: Node) -> Tensor:
-    """A tensor as it enters a layer."""
+    """A tensor as the input of a layer."""
     (result,) = node.results
     return torch.zeros(result.shape).to(result.dtype).requires_grad_(node.trains and result.dtype.is_floating_point)
 

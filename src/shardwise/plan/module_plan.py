@@ -53,22 +53,22 @@ FORMAT = "shardwise module plan 1"
 
 @dataclass(frozen=True, repr=False)
 class ModulePlan(Report):
-    """Where the parameters of a module go, and how its activations are sharded. `str()` is a text with tables.
+    """The placement of a module's parameters, and the sharding of its activations. `str()` is a text with tables.
 
     Attributes:
-        mesh: of the axis "tp", or of "dp" and "tp"; or the one that was given. With experts on several ranks, of "edp"
-            and "ep": both are data axes.
+        mesh: of the axis "tp", or of "dp" and "tp"; or the given one. With experts on several ranks, of "edp" and "ep",
+            which both are data axes.
         styles: the plan for `parallelize_module`, along the last axis.
-        units: paths of the modules for `fully_shard` along the data axes; "" is the module itself. Those that an
-            `ExpertParallel` names are sharded along the first axis only.
+        units: paths of the modules for `fully_shard` along the data axes; "" is the module itself. Units with an
+            `ExpertParallel` style are sharded along the first axis only.
         reshard: whether the units free their parameters after forward, and all-gather them again for backward.
         seconds: of a modelled step, in which nothing overlaps.
-        bound: seconds that no choices fall below, on any shape of the mesh that was tried; 0 if none was searched.
-        step: what rank 0 does under the plan, simulated; its `peak_bytes` fit the memory.
-        memory: bytes of a rank that the plan may take.
+        bound: seconds that no choices fall below, on any tried shape of the mesh; 0 without a search.
+        step: the simulated step of rank 0 under the plan; its `peak_bytes` fit the memory.
+        memory: bytes that the plan may take on a rank.
         reasons: for each parameter.
         tried: shapes of the mesh.
-        origin: what the plan was made of; None for a plan of a file, or of another process.
+        origin: the arguments of the plan; None for a plan of a file, or of another process.
     """
 
     mesh: Mesh
@@ -84,20 +84,20 @@ class ModulePlan(Report):
     origin: "Origin | None" = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the module, so that a plan can be sent to ranks."""
+        """The state without the module, so that a plan can be sent to ranks."""
         return vars(self) | {"origin": None}
 
     @property
     def gap(self) -> float:
-        """How much faster a better plan may be at most, as a part of the bound."""
+        """The largest speed-up that a better plan may give, as a share of the bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     def apply(self, module: nn.Module, *, src_data_rank: int | None = 0) -> nn.Module:
         """Parallelise the module in place, on all ranks of the mesh; make the optimizer afterwards.
 
         Raises:
-            PlanError: the module has other parts than the one that was planned.
-            MismatchError: modules or plans of ranks differ; on all ranks.
+            PlanError: the module's parts differ from those of the planned module.
+            MismatchError: modules or plans differ between ranks; on all ranks.
         """
         if self.mesh.size() > (ranks := collectives.world_size()):
             raise PlanError(f"The plan is for {self.mesh}, but this world has {ranks} ranks. Fix: a plan for these.")
@@ -126,7 +126,7 @@ class ModulePlan(Report):
 
     @property
     def _experts(self) -> list[str]:
-        """The units of experts that are sharded along the last axis, which then is a data axis, too."""
+        """The units of experts that are sharded along the last axis, which is then a data axis, too."""
         return expert_units(self.styles, self.units, self.mesh)
 
     def _axes(self) -> tuple[Mesh, Mesh | None]:
@@ -154,7 +154,7 @@ class ModulePlan(Report):
         """The plan of a file, without its times and reasons; `apply` checks it against the module.
 
         Raises:
-            PlanError: it cannot be read, or is no such file.
+            PlanError: it cannot be read, or has no plan.
         """
         content = read_toml(Path(path))
         try:
@@ -166,17 +166,18 @@ class ModulePlan(Report):
 
     @checked
     def what_if(self, **changes: Unpack["Changes"]) -> tuple[PlanChange, "ModulePlan"]:
-        """The plan with changes, and how its simulated step differs from that of this plan.
+        """The plan with changes, and the difference of its simulated step from that of this plan.
 
             change, other = plan.what_if(pinned={"layers.*.attention.wq.weight": Replicate()})
             change, other = plan.what_if(units=plan.units[1:])
 
         `pinned` (added to that of this plan), `mesh` and `head_room` are arguments of `plan_module`: the rest of the
-        plan follows. `styles` (added to those of the plan), `units` and `reshard` are of the plan: the rest stays.
+        plan is found again. `styles` (added to those of the plan), `units` and `reshard` are parts of the plan: the
+        rest stays.
 
         Raises:
-            PlanError: the plan is not of `plan_module`; an unknown change, or one that cannot be.
-            ArgumentError, MeshError: a change of another type.
+            PlanError: the plan is not of `plan_module`; a change is unknown or impossible.
+            ArgumentError, MeshError: a change of a wrong type.
         """
         if self.origin is None or self.step is None:
             raise PlanError("The plan has no module to try changes on. Fix: plan_module(…), or price_module(…).")
@@ -210,10 +211,10 @@ class ModulePlan(Report):
 
         Args:
             step: one training step; it runs five times. Inputs are as large as those of the plan.
-            price: what `price_module` says of a plan that was read from a file or written by hand.
+            price: the result of `price_module`, for a plan that was read from a file or written by hand.
 
         Raises:
-            PlanError: it is not known what the step should send.
+            PlanError: the expected communication of the step is unknown.
         """
         price = self.step if price is None else price
         if price is None:
@@ -226,7 +227,7 @@ class ModulePlan(Report):
 
     @checked
     def explain(self, name: str) -> str:
-        """Why a parameter is placed as it is, and what the next best placement costs.
+        """The reason for a parameter's placement, and the cost of the next best placement.
 
         Raises:
             PlanError: there is no such parameter.
@@ -279,7 +280,7 @@ class ModulePlan(Report):
         """The plan as a page that is one file: memory and time of a rank, styles, and each parameter with its reason.
 
         Raises:
-            PlanError: a plan that `plan_module` did not make.
+            PlanError: the plan is not of `plan_module`.
         """
         if self.step is None:
             raise PlanError("A plan that plan_module did not make has no times and no reasons. Fix: plan_module(…).")
@@ -292,7 +293,7 @@ class ModulePlan(Report):
 
 
 class Changes(TypedDict, total=False):
-    """What `what_if` changes."""
+    """The changes of `what_if`."""
 
     pinned: Mapping[str, Placement]
     mesh: Mesh | None
@@ -340,28 +341,29 @@ def plan_module(
         print(plan)
         plan.apply(model)
 
-    The plan's step, with AdamW, is simulated on rank 0, and so is that of the longest data axis that seems nearly
-    as fast: the shorter is taken. If its memory does not fit, choices with less are searched.
+    The plan's step, with AdamW, is simulated on rank 0. So is a plan for the longest data axis whose costs are nearly
+    as low; the faster one is taken. If it does not fit in memory, choices with less are searched.
 
     One forward is traced without memory, and each op, redistribution and reduction is timed once on a simulated rank.
     Equal blocks share their choices. Along the tensor axis parameters are used as they are stored; along the data axis
     they are fully sharded, and plain inputs are the rank's part of the batch.
 
-    Without a tensor axis, layers that `ExpertParallel` knows may have their experts on a part of the data axis, "ep",
-    where tokens are sent to them; along the rest, "edp", these experts are fully sharded. A trace has no values to
-    choose experts by: each is taken to get tokens x top_k / experts, and a token to go to as many ranks as it can.
+    Without a tensor axis, layers that `ExpertParallel` supports may have their experts on a part of the data axis,
+    "ep", to which tokens are sent; along the rest, "edp", these experts are fully sharded. A trace has no values to
+    choose experts by, so each expert is assumed to get tokens x top_k / experts, and a token to go to as many ranks as
+    it can.
 
     Args:
         module: on any device, also meta; nothing of it changes.
         topology: the machine.
-        inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors will do.
+        inputs: of the forward, of the batch of all ranks, by position or by name; meta tensors are enough.
         mesh: of one axis, the tensor axis, or of a data axis and a tensor axis, or of the axes "edp" and "ep"; None
             tries all shapes whose tensor axis stays in a host, and all sizes of "ep".
-        forward: from the module and the inputs to the loss; None calls the module. Results that are not a loss are
-            replicated.
-        pinned: placements of parameters along the tensor axis that are given, by name or glob: Shard(dim) or
-            Replicate(). Of equal blocks one decides for all.
-        head_room: the part of the memory that stays free.
+        forward: a function from the module and the inputs to the loss; None calls the module. Results that are not a
+            loss are replicated.
+        pinned: given placements of parameters along the tensor axis, by name or glob: Shard(dim) or Replicate(). Among
+            equal blocks one decides for all.
+        head_room: the share of the memory that stays free.
 
     Raises:
         TooLargeError: nothing fits; the text says how much is missing.
@@ -371,7 +373,7 @@ def plan_module(
 
 
 class Origin(NamedTuple):
-    """What a plan was made of: the module with its choices and costs, and the other arguments of `plan_module`."""
+    """The origin of a plan: the module with its choices and costs, and the other arguments of `plan_module`."""
 
     search: Search
     mesh: Mesh | None
@@ -441,7 +443,7 @@ def _plan_of(module: nn.Module, mesh: Mesh | None, found: Found) -> ModulePlan:
 def price_module(
     module: nn.Module, plan: ModulePlan, topology: Topology, inputs: Inputs, *, forward: Forward | None = None
 ) -> RankClass:
-    """The modelled step of a plan, also of one that was written by hand: the real program on one simulated rank.
+    """The modelled step of a plan, also of one written by hand: the real program on one simulated rank.
 
         by_hand = ModulePlan(Mesh((4,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
         price_module(model, by_hand, topology, (batch,)).seconds
@@ -454,7 +456,7 @@ def price_module(
 
 
 def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int, int]]:
-    """The shapes to try: each data rank has rows, and a tensor axis stays in a host if that leaves a shape."""
+    """The shapes to try: each data rank has rows, and a tensor axis stays in a host if such a shape exists."""
     if mesh is None:
         sizes = [n for n in range(topology.ranks, 0, -1) if topology.ranks % n == 0 and topology.ranks // n <= rows]
         inside = [n for n in sizes if n <= topology.ranks_per_host]
@@ -468,10 +470,10 @@ def _shapes(topology: Topology, mesh: Mesh | None, rows: int) -> list[tuple[int,
 
 
 def _expert_axes(origin: Origin, pinned: Iterable[str]) -> list[int]:
-    """The sizes of an axis of experts to try: that of a mesh which has one, or all if nothing of a layer is pinned.
+    """The sizes of an axis of experts to try: the size of a mesh that has one, or all if nothing of a layer is pinned.
 
     Raises:
-        PlanError: a mesh has one that the module or the batch does not allow.
+        PlanError: the module or the batch does not allow the size of the mesh.
     """
     module, topology, mesh = origin.search.module, origin.search.topology, origin.mesh
     layers = tuple([f"{path}." for path in expert_layers(module)])

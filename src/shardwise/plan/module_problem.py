@@ -1,6 +1,6 @@
 """The problem of the choices of a graph on one mesh, and its solution.
 
-Nodes that share a choice are one node of the problem, with the costs of all of them.
+Nodes that share a choice are one node of the problem, with the sum of their costs.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ from shardwise.plan.module_trace import BOUNDARY, PARAMETER, ModuleGraph, Node, 
 
 REFUSED = 1e6  # seconds
 TIE = 1e-9  # seconds: of equal costs the plan that is written in the fewest words
-Forced = Mapping[int, int]  # from nodes of a problem to the choices that they have
+Forced = Mapping[int, int]  # nodes of a problem and their given choices
 
 
 @dataclass(frozen=True)
 class ModuleProblem:
-    """The choices of a graph on one mesh, and what they cost.
+    """The choices of a graph on one mesh, with their costs.
 
     Attributes:
-        memory: bytes of each choice, of all nodes that share it.
+        memory: bytes of each choice, summed over the nodes that share it.
     """
 
     graph: ModuleGraph
@@ -36,14 +36,14 @@ class ModuleProblem:
     memory: list[Array]
 
     def solve(self, price: float, forced: Forced) -> Solution:
-        """The cheapest choices of those that nodes may have, if a byte of memory costs `price` seconds."""
+        """The cheapest of the allowed choices of nodes, if a byte of memory costs `price` seconds."""
         nodes = [a + price * b for a, b in zip(self.seconds.nodes, self.memory, strict=True)]
         for node, choice in forced.items():
             nodes[node] = np.where(np.arange(len(nodes[node])) == choice, nodes[node], inf)
         return solve(Problem(nodes, self.seconds.edges))
 
     def forced(self, placements: Mapping[str, Placement]) -> Forced:
-        """The choices of parameters that have these placements; of equal blocks one parameter decides for all.
+        """The choices of parameters with these placements; among equal blocks one parameter decides for all.
 
         Raises:
             PlanError: a placement that the parameter cannot have.
@@ -73,9 +73,9 @@ class ModuleProblem:
 
 
 def module_problem(costs: ModuleCosts, reshard: bool, limit: float = inf) -> ModuleProblem | float:
-    """The problem of the choices of the graph of `costs`, whose parameters are resharded after forward or not.
+    """The problem of the choices of the graph of `costs`, with parameters resharded after forward or not.
 
-    Or the seconds of the cheapest choice of each node, without redistributions, if these are not below the limit.
+    If the cheapest choices of all nodes, without redistributions, take at least the limit: their seconds.
     """
     graph, first, choices = costs.graph, costs.graph.first, costs.choices
     count = Counter(first)
@@ -138,10 +138,10 @@ def _edge(costs: ModuleCosts, number: int, position: int) -> Array:
 
 
 def _boundary(graph: ModuleGraph, node: Node, value: Value) -> float | None:
-    """What a redistribution of an operand costs beside its time; None if it would be inside a module.
+    """Further costs of a redistribution of an operand; None if it would be inside a module.
 
-    Plans redistribute what enters and leaves modules: sums where they leave, else what enters. Inside a module dispatch
-    would: it takes the row that fits if operands have its placements, else another one than is planned. Plain tensors
+    Plans redistribute inputs and outputs of modules: sums at outputs, others at inputs. Inside a module dispatch would
+    redistribute: it takes the row with the placements of the operands, or another one than planned. Plain tensors
     become shards there.
     """
     source = graph.nodes[value.node]
@@ -153,7 +153,7 @@ def _boundary(graph: ModuleGraph, node: Node, value: Value) -> float | None:
 
 
 def plain_results(graph: ModuleGraph) -> list[Value]:
-    """What a step without a loss returns."""
+    """The results of a step without a loss."""
     return [] if _losses(graph) else graph.outputs
 
 
@@ -162,7 +162,7 @@ def _losses(graph: ModuleGraph) -> list[Value]:
 
 
 def _results_are_replicated(costs: ModuleCosts, problem: Problem, at: list[int]) -> None:
-    """The loss is replicated, or, without one, all results."""
+    """Require a replicated loss or, without one, replicated results."""
     losses = _losses(costs.graph)
     for value in losses or costs.graph.outputs:
         placements = [c.outputs[value.result] for c in costs.choices[value.node]]

@@ -1,8 +1,8 @@
-"""The search for the plan of a module: which mesh, which choices, and whether parameters are resharded after forward.
+"""The search for the plan of a module: its mesh, its choices, and whether parameters are resharded after forward.
 
-Shapes of the mesh are tried one after the other. A shape is left out once the cheapest choices of its nodes alone, with
-no redistributions, take longer than the best plan so far and `CLOSE` allow. If the cheapest choices do not fit the
-memory, bytes get a price that is raised until they do.
+Shapes of the mesh are tried one after the other. A shape is left out if the cheapest choices of its nodes, without
+redistributions, take longer than the best plan so far times `CLOSE`. If the cheapest choices do not fit in memory,
+bytes get a price, which is raised until they do.
 """
 
 import gc
@@ -30,7 +30,7 @@ from shardwise.simulation.topology import Topology
 Inputs = Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]
 CLOSE = 1.05  # so many times the best costs decide nothing: simulated steps differ from costs by as much
-ROUNDS = 23  # of raising and lowering the price of a byte
+ROUNDS = 23  # steps of raising and lowering the price of a byte
 DEAREST = 1e-6  # seconds: at this price of a byte choices take the least memory
 
 
@@ -41,7 +41,7 @@ class Found(NamedTuple):
         reshard: whether parameters are all-gathered again for backward.
         bound: seconds that no choices fall below on this mesh, within the memory.
         price: of a byte, in seconds.
-        forced: choices that were given.
+        forced: given choices.
     """
 
     problem: ModuleProblem
@@ -56,10 +56,10 @@ class Found(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A shape of the mesh, and the seconds of its best plan, or a bound of them; None if no plan fits.
+    """A shape of the mesh, and the seconds of its best plan, or a bound of these; None if no plan fits.
 
     Attributes:
-        experts: the ranks of the axis of experts, a part of the data axis.
+        experts: number of ranks of the axis of experts, a part of the data axis.
     """
 
     shape: tuple[int, int]
@@ -76,14 +76,14 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a parameter is placed as it is.
+    """The reason for a parameter's placement.
 
     Attributes:
         names: of the parameters that share the choice.
-        bytes: of these on a rank.
-        why: of the row of the op that takes it.
-        next_best: the placement that costs least of the others; None if there is no other.
-        more_seconds, more_bytes: what that costs more; other choices follow it, unless they are pinned.
+        bytes: bytes of these parameters on a rank.
+        why: the reason of the row of the op that reads it.
+        next_best: the cheapest other placement; None if there is no other.
+        more_seconds, more_bytes: its additional cost; other choices adapt to it, unless they are pinned.
     """
 
     names: tuple[str, ...]
@@ -99,7 +99,7 @@ class Reason:
 
 
 def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Callable[[nn.Module], object]:
-    """A forward of the first of so many parts of the batch."""
+    """A forward of the first of `data_ranks` parts of the batch."""
     rows = batch_rows(inputs)
 
     def part(x: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def batch_rows(inputs: Inputs) -> int:
 
 @contextmanager
 def collecting_new_objects() -> Iterator[None]:
-    """Inside, the collector of reference cycles looks at new objects only: a fifth less time, as models have many."""
-    if gc.get_freeze_count():  # by the program, whose objects stay frozen
+    """Inside, the garbage collector visits new objects only: a fifth less time, as models have many."""
+    if gc.get_freeze_count():  # the program has frozen objects, which stay frozen
         yield
         return
     gc.freeze()
@@ -145,7 +145,7 @@ class Search:
         module: a copy on the meta device.
         tried: the shapes of the last run.
         bound: seconds that no choices fall below on these, within the memory of that run.
-        least_bytes: the least that any choices took.
+        least_bytes: the least memory of any choices.
     """
 
     def __init__(self, module: nn.Module, topology: Topology, inputs: Inputs, forward: Forward | None) -> None:
@@ -163,14 +163,14 @@ class Search:
         pinned: Mapping[str, Placement],
         experts: Sequence[int] = (),
     ) -> list[Found]:
-        """The best of these shapes, with the placements that are pinned, and of those with a longer data axis,
-        whose plans are simpler, the longest one whose costs are close; empty if no choices fit the memory.
+        """The best plan of these shapes with the pinned placements, and the plan of the longest data axis with close
+        costs, which is simpler; empty if no choices fit in memory.
 
         Args:
-            experts: sizes of an axis of experts that are tried on a data axis of all ranks.
+            experts: sizes of an axis of experts to try on a data axis of all ranks.
 
         Raises:
-            PlanError: no plan has what is pinned.
+            PlanError: no plan has the pinned placements.
         """
         self.tried, self.bound = [], inf
         found: list[Found] = []
@@ -216,7 +216,7 @@ class Search:
         return chosen
 
     def _problem(self, costs: ModuleCosts, reshard: bool, limit: float) -> ModuleProblem | float:
-        """The problem, or a bound that is not below the limit."""
+        """The problem, or a bound that reaches the limit."""
         known = self._problems.get((costs, reshard))
         if known is None or (isinstance(known, float) and known < limit):
             with costs.clock.running():
@@ -226,7 +226,7 @@ class Search:
     def _within_memory(
         self, problem: ModuleProblem, costs: ModuleCosts, reshard: bool, memory: float, forced: Forced
     ) -> Iterator[Found]:
-        """The cheapest choices within the memory, if any are."""
+        """The cheapest choices within the memory; None if there are none."""
 
         def at(price: float) -> Found:
             solution = problem.solve(price, forced)
@@ -256,7 +256,7 @@ class Search:
 
 
 def reasons_of(found: Found) -> list[Reason]:
-    """The choice of each parameter and the next best one, with all others free to follow it."""
+    """The choice of each parameter and the next best one, with all others free to adapt."""
     graph, problem = found.costs.graph, found.problem
     chosen = problem.chosen(found.solution)
     numbers = {first: i for i, first in enumerate(sorted(set(graph.first)))}

@@ -4,10 +4,10 @@
     problem.add(0, 1, np.array([[0.0, 3.0], [5.0, 0.0]]))
     solve(problem)            # Solution(choices=(1, 1), cost=1.0, bound=1.0)
 
-Nodes are eliminated one by one: the table of the cheapest choice of a node for all choices of its neighbors takes the
-place of the node. On graphs of models, which are chains with a few branches, these tables are small and the result is
-the optimum. Where a table would be larger than `LARGEST`, its node is split into copies that may choose differently.
-That gives a lower bound; the choices then follow from local search.
+Nodes are eliminated one by one: a table of the node's cheapest choice for all choices of its neighbors replaces the
+node. On graphs of models, which are chains with a few branches, these tables are small and the result is the optimum.
+If a table would be larger than `LARGEST`, its node is split into copies that may choose differently. This gives a lower
+bound; the choices then follow from local search.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Problem:
     edges: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     def add(self, a: int, b: int, costs: Array) -> None:
-        """Add costs of pairs, `costs[choice of a, choice of b]`; with a = b, those of one choice twice."""
+        """Add costs of pairs, `costs[choice of a, choice of b]`; with a = b, of one choice twice."""
         if a == b:
             self.nodes[a] = self.nodes[a] + np.diagonal(costs)
             return
@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A choice for each node, their cost, and a number that no choices fall below."""
+    """A choice for each node, their cost, and a lower bound of all costs."""
 
     choices: tuple[int, ...]
     cost: float
@@ -91,7 +91,7 @@ def solve(problem: Problem, largest: int = LARGEST) -> Solution:
 
 
 def _tables(problem: Problem) -> dict[int, dict[int, Table]]:
-    """The tables of each node, by their ids."""
+    """The tables of each node, by id."""
     of: dict[int, dict[int, Table]] = {i: {} for i in range(len(problem.nodes))}
     for table in [*(((i,), costs) for i, costs in enumerate(problem.nodes)), *problem.edges.items()]:
         for i in table[0]:
@@ -109,7 +109,7 @@ def _scope(tables: list[Table]) -> set[int]:
 
 
 def _groups(tables: list[Table], sizes: list[int], largest: int) -> list[list[Table]]:
-    """Tables that are added: all of them, or as many as fit."""
+    """Groups of tables to add: all of them, or as many as fit."""
     groups: list[list[Table]] = []
     for table in sorted(tables, key=lambda table: -table[1].size):
         for group in groups:
@@ -145,7 +145,7 @@ def _decode(eliminated: list[tuple[int, list[Table]]], sizes: list[int]) -> list
 
 
 def _improve(problem: Problem, choices: list[int], cost: float) -> tuple[list[int], float]:
-    """Change one node or two neighbors at a time while that gains."""
+    """Change one node or two neighbors at a time while the cost falls."""
     near: dict[int, list[tuple[int, Array]]] = {i: [] for i in range(len(choices))}
     for (a, b), costs in problem.edges.items():
         near[a].append((b, costs))

@@ -1,8 +1,8 @@
 """Turns choices into a plan of `parallelize_module`: styles of modules, and placements of the other parameters.
 
 Layers of features get `ColwiseParallel` or `RowwiseParallel`, modules that run on a shard of the sequence
-`SequenceParallel`, other redistributions at boundaries `PrepareModuleInput` and `PrepareModuleOutput`. Each output
-stays a DTensor. What the plan names is in globs where blocks are alike.
+`SequenceParallel`, other redistributions at boundaries `PrepareModuleInput` and `PrepareModuleOutput`. Outputs stay
+DTensors. Entries of equal blocks become globs.
 """
 
 import re
@@ -56,7 +56,7 @@ class _Styles:
                 self.inside[node.module].append(number)
 
     def entries(self) -> dict[str, list[Entry]]:
-        """For each path its entries."""
+        """The entries for each path."""
         found: dict[str, list[Entry]] = defaultdict(list)
         for path, module in self.modules.items():
             if path not in self.inside:
@@ -83,13 +83,13 @@ class _Styles:
         return self.graph.nodes[value.node].module
 
     def _returns_result(self, path: str) -> bool:
-        """Whether all that a module returns is plain results of the step, which nothing else takes."""
+        """Whether a module returns only plain results of the step, which nothing else reads."""
         results = {x for x in plain_results(self.graph) if self._module(x) == path}
         leaves = {Value(i) for i in self.inside[path] if self.graph.nodes[i].is_output}
         return bool(results) and leaves <= results and not results & self.used
 
     def _placement(self, value: Value, placement: Placement) -> Placement:
-        """A placement with sizes that are multiples of units."""
+        """A placement with shard sizes that are multiples of units."""
         if isinstance(placement, Shard) and self._unit(value, placement.dim) > 1:
             return self.units.shard(value, placement.dim, self.ranks)
         return placement
@@ -136,7 +136,7 @@ class _Styles:
         return RowwiseParallel(**options)
 
     def _runs_on(self, path: str) -> Placement | None:
-        """The placement that the first op of a module wants of what enters it; None if that may be a plain tensor."""
+        """The placement in which the first op of a module reads an input; None if the input may be a plain tensor."""
         for number in self.inside[path]:
             for value, placement in zip(self.graph.nodes[number].operands, self.chosen[number].inputs, strict=True):
                 source = self.graph.nodes[value.node]
@@ -147,7 +147,7 @@ class _Styles:
         return None
 
     def _leaves_as(self, path: str) -> Placement | None:
-        """The placement of the tensor that leaves a module; None if there is no such tensor."""
+        """The placement of the tensor that leaves a module; None if there is none."""
         return next((self.chosen[i].outputs[0] for i in self.inside[path] if self.graph.nodes[i].is_output), None)
 
     # ---- other boundaries -------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class _Styles:
 
 
 def _argument(module: nn.Module, name: str) -> str:
-    """The name of an argument, of which a boundary may have the position."""
+    """The name of an argument; a boundary may have its position."""
     return forward_arguments(module).positional[int(name)] if name.isdecimal() else name
 
 
@@ -195,7 +195,7 @@ def _argument(module: nn.Module, name: str) -> str:
 
 
 def as_globs(entries: Mapping[str, list[Entry]], paths: list[str]) -> dict[str, Entry]:
-    """Entries by path or, where all modules or parameters of one form have the same, by glob."""
+    """Entries by path, or by glob if all modules or parameters of one form have equal entries."""
     forms: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         forms[_NUMBER.sub("*", path)].add(path)
@@ -213,7 +213,7 @@ def globs(paths: Iterable[str]) -> list[str]:
 
 
 def _joined(entries: list[Entry]) -> Entry:
-    """One style for what enters a module and what leaves it."""
+    """One style for the inputs and outputs of a module."""
     enter, leave = entries
     assert isinstance(enter, PrepareModuleInput)
     assert isinstance(leave, PrepareModuleOutput)

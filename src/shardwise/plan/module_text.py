@@ -94,7 +94,7 @@ def toml_of(format_name: str, mesh: Mesh, styles: Mapping[str, Entry], units: tu
 
 
 def _tree(value: object) -> object:
-    """An entry or an option in what TOML has; None is in no table."""
+    """An entry or an option in types of TOML; None is in no table."""
     if isinstance(value, Placement):
         return str(value)
     if isinstance(value, ParallelStyle):
@@ -114,10 +114,10 @@ KEYS = {"format": str, "mesh": str, "units": list, "reshard": bool, "plan": dict
 
 
 def plan_of_toml(format_name: str, content: Mapping[str, Any]) -> tuple[Mesh, dict[str, Entry], tuple[str, ...], bool]:
-    """The arguments of `toml_of` in the content of a file.
+    """The arguments of `toml_of` from the content of a file.
 
     Raises:
-        PlanError, MeshError: the first thing that is no such plan.
+        PlanError, MeshError: the first error in the file.
     """
     if content.get("format") != format_name:
         raise PlanError(f"format is {content.get('format')!r}. Fix: a file with format = {format_name!r}.")
@@ -139,7 +139,7 @@ def plan_of_toml(format_name: str, content: Mapping[str, Any]) -> tuple[Mesh, di
 
 
 def entry_of_toml(tree: object) -> Entry:
-    """The entry that a line has.
+    """The entry of a line.
 
     Raises:
         PlanError: an unknown style, option or placement.

@@ -1,7 +1,7 @@
-"""The graph of a forward: its ops, and the modules that they are part of.
+"""The graph of a forward: its ops, and the modules that contain them.
 
-A copy of the module without values runs once on one simulated rank, on DTensors that are Replicate. A hook of the
-dispatcher sees each op that runs by a rule, so the graph has the ops that dispatch finds rows for at run time.
+A copy of the module without values runs once on one simulated rank, on replicated DTensors. A hook of the dispatcher
+sees each op that runs by a rule, so the graph has the ops for which dispatch finds rows at run time.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A result of a node, by the numbers of both."""
+    """A result of a node, by the indices of both."""
 
     node: int
     result: int = 0
@@ -47,14 +47,14 @@ class Value(NamedTuple):
 
 @dataclass
 class Node:
-    """An op with its results, or a tensor that comes from elsewhere.
+    """An op with its results, or a tensor that no op made.
 
     Attributes:
         kind: INPUT, PARAMETER, BUFFER, OP, or BOUNDARY: a tensor that enters or leaves a module.
-        name: of a parameter; of an op, its function; of a boundary, the position or name of its argument.
-        module: the path of the module that it is made in.
-        results: what it makes.
-        operands: what it is made of.
+        name: of a parameter; of an op's function; or the position or name of a boundary's argument.
+        module: the path of the module that makes it.
+        results: the tensors that it makes.
+        operands: the values that it reads.
         args, kwargs: of the op, with a `Slot` for each operand.
         is_output: whether a boundary leaves its module.
         trains: whether a gradient passes it.
@@ -79,11 +79,11 @@ class ModuleGraph:
     """The nodes of a step in the order of its ops.
 
     Attributes:
-        outputs: what the step returns.
-        returns_tensor: whether that is the tensor that the module returns.
-        names: of each parameter all names, the first of which its node has.
+        outputs: the values that the step returns.
+        returns_tensor: whether the step returns the tensor that the module returns.
+        names: all names of each parameter; its node has the first.
         leaves: paths of the modules without children.
-        first: for each node the first one that shares its choice.
+        first: for each node the first node that shares its choice.
     """
 
     nodes: list[Node]
@@ -98,7 +98,7 @@ class ModuleGraph:
 
 
 def trace_module(module: nn.Module, step: Step) -> ModuleGraph:
-    """The graph of `step` of a copy of the module; nothing is allocated."""
+    """The graph of `step` on a copy of the module; nothing is allocated."""
     state = torch.get_rng_state()
     try:
         with using(OneRank(0, 1, Recorded())), Memory(allocate=False):
@@ -116,12 +116,12 @@ def trace_module(module: nn.Module, step: Step) -> ModuleGraph:
 
 
 class _Tracer:
-    """Notes nodes while the step runs."""
+    """Records nodes while the step runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.nodes: list[Node] = []
         self.names: dict[str, list[str]] = {}
-        self.returned: Value | None = None  # by the module
+        self.returned: Value | None = None  # the module's result
         self._known: dict[int, Value] = {}  # by the id of a tensor
         self._kept: list[object] = []  # so that no id is used twice
         self._paths = {id(part): path for path, part in model.named_modules()}
@@ -153,7 +153,7 @@ class _Tracer:
     # ---- ops --------------------------------------------------------------------------------------------------
 
     def call(self, proceed: Proceed, func: Op, args: Args, kwargs: Kwargs) -> object:
-        """Note a call, unless ops inside it were noted, or it returns what is known."""
+        """Record a call, unless ops inside it were recorded, or it returns a known value."""
         before = len(self.nodes)
         out = proceed()
         results = [x for x in tensors_in([out]) if isinstance(x, DTensor)]
@@ -184,7 +184,7 @@ class _Tracer:
     # ---- modules ----------------------------------------------------------------------------------------------
 
     def follow_modules(self, model: nn.Module) -> None:
-        """Follow which module runs, and give tensors that enter and leave modules nodes of their own."""
+        """Record which module runs, and give tensors that enter and leave modules their own nodes."""
         for module in model.modules():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave)

@@ -1,4 +1,4 @@
-"""The pages of plans: what fits, memory and time of ranks, what they send to each other, and the reasons."""
+"""The pages of plans: memory and time of ranks, messages between them, and the reasons."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -30,7 +30,7 @@ _more_ms: Text = "{:+.3f} ms".format
 def tables_page(
     heading: Sequence[str], planned: Planned, seconds: float, runner_up: Callable[[str], Change | None]
 ) -> str:
-    """The page of a plan of tables, whose step takes so many seconds."""
+    """The page of a plan of tables, whose step takes `seconds`."""
     tables, ranks = len(planned.request.tables), planned.request.topology.ranks
     return page(
         f"Plan of {count_text(tables, 'table')} on {count_text(ranks, 'rank')}",
@@ -40,7 +40,7 @@ def tables_page(
 
 
 def _memory(planned: Planned) -> Section:
-    """The largest tables have colours."""
+    """Memory of ranks, with colours for the largest tables."""
     chosen = zip(planned.in_time.options, planned.assignment.choice, planned.assignment.places, strict=True)
     alone = [
         assignment_of(Problem([options], planned.in_time.ranks), [choice], [places])
@@ -60,7 +60,7 @@ def _memory(planned: Planned) -> Section:
 
 
 def _timeline(planned: Planned, seconds: float) -> Section:
-    """A phase of a rank takes as long as its host's link, too."""
+    """Phases of ranks. A phase takes at least as long as on the host's link."""
     ranks, loads = planned.in_time.ranks, planned.assignment.loads[:, 1:]
     of_hosts = loads.reshape(ranks.hosts, ranks.per_host, -1).sum(1).repeat(ranks.per_host, 0)
     times = np.maximum(loads * ranks.inside, of_hosts * ranks.between)
@@ -78,7 +78,7 @@ def _timeline(planned: Planned, seconds: float) -> Section:
 def traffic(planned: Planned, most: int = MOST_CELLS) -> tuple[list[str], Floats]:
     """Expected bytes from ranks to ranks in a step; or, if these are too many, from hosts to hosts.
 
-    An owner of rows receives as many ids and gradients from each other rank, and sends as many results to each.
+    An owner of rows receives equal ids and gradients from each other rank, and sends equal results to each.
     """
     topology, loads = planned.request.topology, planned.assignment.loads
     ranks = topology.ranks

@@ -1,6 +1,6 @@
-"""The search for an assignment near its bound: choose options, place the largest first, then move and swap blocks.
+"""The search for an assignment near its bound: chooses options, places the largest first, then moves and swaps blocks.
 
-Deterministic: limits are numbers of tries, not seconds.
+The search is deterministic: limits are numbers of tries, not seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,20 +18,20 @@ LARGEST_SHARES = (1.25, 1.0, 0.9, 0.7, 0.5, 0.35, 0.2)
 MOST_IMPROVED = 8000  # blocks times ranks of the starts that are improved, but at least two starts
 MOST_STEPS = 3000  # moves and swaps of a round
 MOST_ROUNDS = 12
-CLOSER = 0.7  # what the next round aims at, of the distance to the bound
-WORST_RANKS = 6  # of which blocks are moved
+CLOSER = 0.7  # aim of the next round, as a share of the distance to the bound
+WORST_RANKS = 6  # ranks from which blocks are moved
 MOST_PARTNERS = 600  # blocks that may be swapped with those of a rank
-CLOSE = 1e-5  # what the exact solver finds is this close to what it proves
-MEMORY_WEIGHT = 100.0  # of memory beyond the limit, beside the time of a step
+CLOSE = 1e-5  # relative gap at which the exact solver's result counts as optimal
+MEMORY_WEIGHT = 100.0  # weight of memory beyond the limit, relative to the time of a step
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The best assignment that was found, and what none can be below.
+    """The best assignment found, and the bound.
 
     Attributes:
         value: of the bound.
-        assignment: None: none was found that fits in memory.
+        assignment: the best one; None if none fits in memory.
     """
 
     value: float
@@ -39,13 +39,13 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """The share of the bound by which the assignment is above it, at most."""
+        """The excess of the assignment over the bound, as a share of the bound."""
         assert self.assignment is not None
         return max(0.0, self.assignment.value / self.value - 1) if self.value else 0.0
 
 
 def solve(problem: Problem, bound: Bound) -> Found:
-    """The best assignment; of small problems no other is better."""
+    """The best assignment found; for small problems, the optimum."""
     proved, exact = bound.value, None
     if num_binaries(problem) <= MOST_BINARIES:
         exact, proved = solve_exactly(problem, bound)
@@ -62,7 +62,7 @@ def solve(problem: Problem, bound: Bound) -> Found:
 
 
 def replacements(problem: Problem, found: Assignment, table: int) -> Iterator[tuple[int, Assignment]]:
-    """Each other option of one table with its assignment, placed as well as possible; the other tables stay."""
+    """For each other option of a table an assignment with it, placed as well as possible; other tables stay."""
     times = np.maximum(found.times, found.times.max() * 1e-3)
     packing = _Packing(problem, Bound(found.value, times, np.zeros(0), np.zeros(len(problem.total))))
     packing.loads += found.loads
@@ -78,7 +78,7 @@ def replacements(problem: Problem, found: Assignment, table: int) -> Iterator[tu
 
 
 def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
-    """Assignments of different choices of options; the last one needs the least memory."""
+    """Assignments for different choices of options; the last one needs the least memory."""
     seen = set()
     filled = (problem.fastest / np.maximum(bound.times, 1e-30)).max(1)  # the share of a phase that a block takes
     for choice in [*(_cheapest(problem, bound, filled, share) for share in LARGEST_SHARES), _smallest(problem)]:
@@ -88,35 +88,35 @@ def _starts(problem: Problem, bound: Bound) -> Iterator["_Packing"]:
             at = problem.starts[:-1] + choice
             size = filled[at] + problem.most[at, MEMORY] / problem.ranks.memory
             span = np.array([problem.every[number].span for number in at])
-            for table in np.lexsort((-size, -span)):  # what spans all ranks has no choice, so it comes first
+            for table in np.lexsort((-size, -span)):  # a block on all ranks has no choice of place, so it comes first
                 packing.place(int(table), choice[table])
             yield packing
 
 
 def _cheapest(problem: Problem, bound: Bound, filled: Floats, share: float) -> tuple[int, ...]:
-    """The option of each table that raises the bound least, among those whose blocks are small enough."""
+    """The option of each table that raises the bound least, among options with small enough blocks."""
     found = []
     for start, stop in pairwise(problem.starts):
         fits, of_table = problem.fits[start:stop], filled[start:stop]
         allowed = fits & (of_table <= share * (1 + 1e-6))
         if not allowed.any():
             allowed = fits & (of_table <= of_table[fits].min())
-        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # of equal cost, what the bound takes
+        cost = bound.reduced[start:stop] - 1e-12 * bound.shares[start:stop]  # among equal costs, the bound's choice
         found.append(int(np.where(allowed, cost, np.inf).argmin()))
     return tuple(found)
 
 
 def _smallest(problem: Problem) -> tuple[int, ...]:
-    """The option of each table whose fullest rank needs least memory."""
+    """The option of each table whose fullest rank needs the least memory."""
     memory = problem.most[:, MEMORY]
     return tuple(int(memory[a:b].argmin()) for a, b in pairwise(problem.starts))
 
 
 class _Packing:
-    """Tables on ranks, and by how much loads exceed those of the bound.
+    """Tables on ranks, and how much their loads exceed those of the bound.
 
-    A load beyond that of the bound costs the square of its excess, of ranks and of hosts, so that several busy ranks
-    cost more than one. The first column is memory, which costs most.
+    The cost of a load above the bound is the square of its excess, of ranks and of hosts, so several busy ranks cost
+    more than one. The first column is memory, which costs most.
     """
 
     def __init__(self, problem: Problem, bound: Bound) -> None:
@@ -132,14 +132,14 @@ class _Packing:
         self.holds = np.zeros((len(problem.options), ranks.count), bool)
 
     def aim_at(self, times: Floats) -> None:
-        """Loads that take longer than these times cost."""
+        """Set the times above which loads cost."""
         ranks = self.problem.ranks
         with np.errstate(divide="ignore", invalid="ignore"):
             self.of_rank = np.append(ranks.memory, np.where(times > 0, times / ranks.inside, np.inf))
             self.of_host = np.append(np.inf, np.where(times > 0, times / ranks.between, np.inf))
 
     def rank(self) -> tuple[bool, float]:
-        """What makes one packing better than another."""
+        """The key by which packings are compared."""
         return not self.problem.ranks.fit(self.loads), float(self.problem.ranks.times(self.loads).sum())
 
     def assignment(self) -> Assignment:
@@ -170,7 +170,7 @@ class _Packing:
     # ---- placing -----------------------------------------------------------------------------------------------
 
     def put(self, table: int, option: int, places: Sequence[int]) -> None:
-        """Place a table that has no place."""
+        """Put an unplaced table at `places`."""
         self._add(table, option, places, 1)
         self.chosen[table], self.places[table] = option, places
 
@@ -193,7 +193,7 @@ class _Packing:
         self.holds[table, at] = sign > 0
 
     def place(self, table: int, option: int) -> None:
-        """Place a table, each block where it costs least; of equal cost, where it adds to other loads least."""
+        """Place each block of a table where it costs least; among equal costs, where it adds least to other loads."""
         one = self.problem.options[table][option]
         if one.span == len(self.loads):
             self.put(table, option, (0,))
@@ -210,7 +210,7 @@ class _Packing:
         self.put(table, option, tuple(place for _, place in sorted(pairs)))
 
     def _score(self, option: Option, cost: Floats) -> Floats:
-        """How good each place of a block is; less is better."""
+        """The score of each place for a block; less is better."""
         loads = self.loads.reshape(-1, option.span, self.loads.shape[1])
         scaled = cost / self.of_rank
         align = loads / self.of_rank @ (self.weight * 1e-3 * scaled.mean(0))
@@ -227,7 +227,7 @@ class _Packing:
     # ---- improving ---------------------------------------------------------------------------------------------
 
     def improve(self) -> Assignment:
-        """Aim at the times of the bound, then ever closer below those that were reached; returns the best."""
+        """Aim at the times of the bound, then ever closer below the reached ones. Returns the best packing."""
         best, best_rank = self.assignment(), self.rank()
         for number in range(MOST_ROUNDS):
             self._improve()
@@ -239,7 +239,7 @@ class _Packing:
         return best
 
     def _improve(self) -> None:
-        """Move and swap blocks of the worst ranks, or take another option of their tables, while that costs less."""
+        """Move and swap blocks of the worst ranks, or change options of their tables, while the cost falls."""
         blocks = _Blocks(self)
         for _ in range(MOST_STEPS):
             excess = self.excess(self.loads)
@@ -272,7 +272,7 @@ class _Packing:
 
 
 class _Blocks:
-    """The blocks of one rank each of a packing, as arrays, so that many moves are compared at once."""
+    """The blocks of one rank each in a packing, as arrays, so that many moves are compared at once."""
 
     def __init__(self, packing: _Packing) -> None:
         self.packing = packing
@@ -328,7 +328,7 @@ class _Blocks:
         if len(others) > MOST_PARTNERS:
             others = np.sort(self.random.choice(others, MOST_PARTNERS, replace=False))
         place = self.place[others]
-        difference = self.cost[own][:, None] - self.cost[others]  # that goes from `rank` to the other one
+        difference = self.cost[own][:, None] - self.cost[others]  # moves from `rank` to the other
         now = packing.excess(packing.loads)
         change = packing.excess(packing.loads[rank] - difference) - now[rank]
         change += packing.excess(packing.loads[place] + difference) - now[place]
@@ -340,7 +340,7 @@ class _Blocks:
         return float(change.flat[at]), int(own[at // len(others)]), int(others[at % len(others)])
 
     def _of_hosts(self, rank: int, moved: Floats, places: Ints) -> Floats:
-        """The change of the cost of hosts if `moved`, [blocks, 1 + phases] or for each place, goes to places."""
+        """The change in the cost of hosts if `moved`, [blocks, 1 + phases] or for each place, goes to places."""
         packing, per_host = self.packing, self.packing.problem.ranks.per_host
         hosts, here, there = packing.hosts, rank // per_host, places // per_host
         now = packing.excess_of_hosts(hosts)

@@ -1,4 +1,4 @@
-"""What each rank sends in a step of a sharded collection: by the functions that size its messages, nothing is sent."""
+"""The bytes that each rank sends in a step of a sharded collection, from the functions that size its messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from shardwise.plan.table_request import Request
 
 
 class StepBytes(NamedTuple):
-    """What each rank sends to others in a step, [ranks], in bytes."""
+    """The bytes that each rank sends to others in a step, [ranks]."""
 
     ids: Ints
     results: Ints
@@ -36,7 +36,7 @@ class StepBytes(NamedTuple):
 
 
 class _Rank:
-    """What one rank requests, batch after batch."""
+    """The requests of one rank, batch after batch."""
 
     def __init__(self, routes: Routes, by_bags: bool, element_size: int) -> None:
         self.routes, self.by_bags = routes, by_bags
@@ -64,7 +64,7 @@ def step_messages(
     """The bytes of the last of several equal steps.
 
     Raises:
-        IdError: what a step would raise on every rank.
+        IdError: the error that a step would raise on every rank.
     """
     mesh = Mesh((request.topology.ranks,))
     tables = [
@@ -99,7 +99,7 @@ def step_messages(
 
 
 def _bytes_of_ids(messages: Sequence[IdMessage]) -> Ints:
-    """Bytes of message 1 of each rank: up to the capacities, then the rest of those that are longer."""
+    """Bytes of message 1 of each rank: the capacities, then the excess of longer messages."""
     found = []
     for rank, message in enumerate(messages):
         pairs = [pair for other, pair in enumerate(zip(message.lengths, message.sent, strict=True)) if other != rank]

@@ -1,6 +1,6 @@
-"""What a shard of a table costs the rank that holds it: memory, and the work of each phase of a training step.
+"""The cost of a table's shard on its rank: memory, and the work of each phase of a training step.
 
-A step of a sharded collection has six phases, and ranks wait for each other between them; nothing overlaps:
+A step of a sharded collection has six phases. Ranks wait for each other between them; nothing overlaps:
 
     requests    all ranks make messages of ids, add up the sums that they receive, and spread gradients (seconds)
     ids         owners of rows receive the ids of all ranks (bytes)
@@ -9,9 +9,9 @@ A step of a sharded collection has six phases, and ranks wait for each other bet
     gradients   they receive the gradients of the sums (bytes)
     update      they add up the gradients of each row, and update it with its states (seconds)
 
-Requests take the same time on all ranks, so they are one phase, though messages are in between. A message has a run for
-each bag at each owner, unless many are empty, or for each distinct row. The collection decides that for all tables
-together (`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
+Requests take equal time on all ranks, so they are one phase, with messages in between. A message has a run for each bag
+at each owner, unless many are empty, or for each distinct row. The collection decides this for all tables together
+(`embedding/exchange/requests.py`), so costs are computed for each `Form` of messages.
 """
 
 from collections.abc import Mapping
@@ -51,11 +51,11 @@ Numbers = Annotated[
 @checked_init
 @dataclass(frozen=True)
 class BatchShape:
-    """How many ids a batch has.
+    """The number of ids in a batch.
 
     Args:
-        bags: samples of the batch of each rank.
-        ids_per_bag: of each feature, on average; a number for all, or by name. Features that are not named have 1.
+        bags: number of samples in the batch of each rank.
+        ids_per_bag: of each feature, on average; a number for all, or by name. Features without a name here have 1.
 
     Raises:
         ConfigError: numbers below 0, or no bag.
@@ -90,7 +90,7 @@ class BatchShape:
 
 
 class Form(Enum):
-    """What the messages of a collection have a run for."""
+    """The runs in the messages of a collection."""
 
     BAGS = auto()  # each bag at each owner
     OCCUPIED = auto()  # each bag that has an id at the owner
@@ -102,7 +102,7 @@ class Shards(NamedTuple):
 
     Attributes:
         first: the first row.
-        rows, cols: how many.
+        rows, cols: numbers of rows and columns.
     """
 
     first: Ints
@@ -112,10 +112,10 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableCosts:
-    """A table, its ids, and what its shards cost.
+    """A table, its ids, and the costs of its shards.
 
     Args:
-        counts: how often each row is looked up, of any total; None: all equally often.
+        counts: relative frequencies of rows in lookups; None: all equal.
     """
 
     config: EmbeddingConfig
@@ -123,7 +123,7 @@ class TableCosts:
     batch: BatchShape
     optimizer: RowOptimizer | None
     weighted: bool
-    message_bytes: tuple[int, int]  # of an element of results, and of gradients
+    message_bytes: tuple[int, int]  # bytes of an element of results, and of gradients
     unit: int = 1  # columns that divide those of all tables
     counts: Tensor | None = None
     _distinct: dict[float, Floats] = field(default_factory=dict)
@@ -144,14 +144,14 @@ class TableCosts:
 
     @cached_property
     def shares(self) -> Floats | None:
-        """Which share of the ids is in the first n rows, [rows + 1]."""
+        """The share of the ids that is in the first n rows, [rows + 1]."""
         if self.counts is None:
             return None
         total = self.counts.double().cumsum(0)
         return np.append(0.0, (total / total[-1].clamp(min=1)).numpy())
 
     def share(self, shards: Shards) -> Floats:
-        """Which share of the ids of the table are in the rows of each shard."""
+        """The share of the table's ids that is in the rows of each shard."""
         found: Floats
         if self.shares is None:
             found = shards.rows / self.config.num_embeddings
@@ -160,7 +160,7 @@ class TableCosts:
         return found
 
     def distinct(self, shards: Shards, ids: float) -> Floats:
-        """How many distinct rows of each shard are expected among so many ids of the table."""
+        """The expected number of distinct rows of each shard among `ids` ids of the table."""
         found: Floats
         if self.shares is None:
             found = -shards.rows * np.expm1(ids * np.log1p(-1 / max(self.config.num_embeddings, 1 + 1e-9)))
@@ -186,14 +186,14 @@ class TableCosts:
         return found
 
     def choice_of_form(self, shards: Shards, copies: Ints | Floats, counts: Ints | Floats) -> Floats:
-        """Numbers of each shard whose sums over all tables decide the form of messages, [shards, 3].
+        """Numbers of each shard, whose sums over all tables decide the form of messages, [shards, 3].
 
-        Fewer than MOST_RUNS of the runs have an id if the first is above 0. Rows are requested if the second, or then
-        the third, with INDEXED_ID for each id, is not above 0: they save bytes of results.
+        If the first sum is above 0, fewer than MOST_RUNS of the runs have an id. Rows are requested if the second, or
+        then the third, with INDEXED_ID for each id, is not above 0: they save bytes of results.
 
         Args:
-            copies: how many ranks are requested for each shard.
-            counts: how many shards are equal to each.
+            copies: number of ranks that are requested for each shard.
+            counts: number of shards equal to each.
         """
         bags, occupied, rows = (self.runs(shards, form) for form in Form)
         size = self.message_bytes[0] * shards.cols * counts
@@ -219,7 +219,7 @@ class TableCosts:
         """Memory and the amounts of each phase on the rank of each shard, [shards, 1 + phases].
 
         Args:
-            replicated: of which each rank has one. Then each answers only itself, and gets all gradients.
+            replicated: shards with a copy on each rank. A rank then answers only itself, and gets all gradients.
         """
         ranks, topology, config = self.topology.ranks, self.topology, self.config
         runs, id_bytes = self.runs(shards, form), self.id_bytes(shards, form)
@@ -249,8 +249,8 @@ class TableCosts:
         """Memory and the amounts of each phase on every rank, to request rows of each shard, [shards, 1 + phases].
 
         Args:
-            answers: how many shards like it send sums to a rank.
-            gradients: how many get gradients of a rank.
+            answers: number of equal shards that send sums to a rank.
+            gradients: number of equal shards that get gradients of a rank.
         """
         elements, unit = self.runs(shards, form) * shards.cols, np.gcd(self.unit, shards.cols)
         output = answers * self.num_outputs * shards.rows * shards.cols / self.config.num_embeddings
@@ -273,7 +273,7 @@ class TableCosts:
 
     @property
     def num_outputs(self) -> float:
-        """Rows of the results of a rank."""
+        """The number of rows in the results of a rank."""
         pooled = isinstance(self.config, EmbeddingBagConfig)
         return float(self.batch.bags * len(self.ids) if pooled else self.ids.sum())
 
@@ -284,7 +284,7 @@ def update_bytes(ids: Floats | float, distinct: Floats | float, cols: Ints | int
 
 
 def speeds(topology: Topology) -> tuple[Floats, Floats, float]:
-    """Seconds of an amount of each phase on a rank, and on a host, of all its ranks; and of the latencies of a step."""
+    """Seconds per amount of each phase on a rank, and on a host for all its ranks; and the latencies of a step."""
     costs, ranks = topology.costs, topology.ranks
     inside, between = np.zeros(len(PHASES)), np.zeros(len(PHASES))
     inside[[*COMPUTED]] = 1 / topology.alone
@@ -306,7 +306,7 @@ def speeds(topology: Topology) -> tuple[Floats, Floats, float]:
 
 
 def check_counts(config: EmbeddingConfig, counts: Tensor) -> None:
-    """Raise a ConfigError unless there is one number of 0 or more for each row."""
+    """Raise a ConfigError unless there is a number of 0 or more for each row."""
     if counts.shape != (config.num_embeddings,) or counts.dtype != torch.int64:
         raise ConfigError(
             f"counts of table {config.name}: expected an int64 for each of {config.num_embeddings} rows, got "

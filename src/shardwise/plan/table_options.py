@@ -1,8 +1,8 @@
-"""The ways to shard a table: their blocks for the search, and placements of the places that it finds.
+"""The ways to shard a table: their blocks for the search, and placements for the places that it finds.
 
 table         one rank
 column        equal columns on some ranks
-row           rows on some ranks or on all; of equal load, where it is known how often each row is looked up
+row           rows on some ranks or on all; of equal load, if frequencies of rows are known
 table_row     rows on the ranks of one host
 table_column  columns on the ranks of one host
 grid          columns on some hosts, the rows of each on the ranks of its host
@@ -27,8 +27,8 @@ SHARDINGS = ("table", "column", "row", "table_row", "table_column", "grid", "rep
 PINNED = "pinned"
 Sharding = Annotated[str, Kind(f"one of {', '.join(SHARDINGS)}", lambda x: x in SHARDINGS)]
 
-LEAST_COLUMNS = 4  # of a shard, which kernels read at once
-LEAST_ROWS = 4  # of a row-wise shard: of fewer, the last ranks would have none
+LEAST_COLUMNS = 4  # columns of a shard, which kernels read at once
+LEAST_ROWS = 4  # rows of a row-wise shard: with fewer, the last ranks would have none
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,9 @@ class Division:
 
     Attributes:
         sharding: one of SHARDINGS, or PINNED.
-        span: the ranks of each block.
+        span: number of ranks of each block.
         rows, cols: sizes of the shards of the table along each dim.
-        pinned: the layout, if it is given.
+        pinned: the layout, if given.
     """
 
     sharding: str
@@ -50,12 +50,12 @@ class Division:
 
     @property
     def count(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self.rows) * len(self.cols)
 
     @property
     def label(self) -> str:
-        """What it is called: `column 4`, `grid 2 x 8`."""
+        """The name: `column 4`, `grid 2 x 8`."""
         if self.sharding == "grid":
             return f"grid {len(self.cols)} x {len(self.rows)}"
         return f"{self.sharding} {self.count}" if self.count > 1 else self.sharding
@@ -65,7 +65,7 @@ class Division:
         return self.sharding == "replicated" or (self.pinned is not None and self.pinned.placements == (Replicate(),))
 
     def shards(self) -> Shards:
-        """All shards, by block: those of a grid by columns, then rows."""
+        """All shards, by block; shards of a grid by columns, then rows."""
         if self.pinned is not None:
             boxes = [box for rank in self.pinned.mesh.ranks for box in self.pinned.boxes(rank) if box.numel]
             return Shards(*np.array([(box.offsets[0], *box.sizes) for box in boxes], np.int64).T)
@@ -124,7 +124,7 @@ def options_of(of_table: Sequence[Division], costs: TableCosts, form: Form) -> l
 
 
 def choices_of_form(of_table: Sequence[Division], costs: TableCosts) -> Floats:
-    """What decides for a form of messages, [options, 3]; see `TableCosts.choice_of_form`."""
+    """The numbers that decide the form of messages, [options, 3]; see `TableCosts.choice_of_form`."""
     found = np.zeros((len(of_table), 3))
     even, first, replicated = _even(of_table, costs)
     counts = np.array([of_table[number].count for number in even])
@@ -140,7 +140,7 @@ def choices_of_form(of_table: Sequence[Division], costs: TableCosts) -> Floats:
 
 
 def _even(of_table: Sequence[Division], costs: TableCosts) -> tuple[list[int], Shards, NDArray[np.bool_]]:
-    """The divisions whose shards are equal, but for the last one; the first shard of each; and which are replicated."""
+    """Divisions with equal shards, except the last one; their first shards; and which are replicated."""
     even = [
         number
         for number, one in enumerate(of_table)
@@ -151,7 +151,7 @@ def _even(of_table: Sequence[Division], costs: TableCosts) -> tuple[list[int], S
 
 
 def divisions(costs: TableCosts, allowed: Sequence[str]) -> Iterator[Division]:
-    """The ways to shard a table that are allowed."""
+    """The allowed ways to shard a table."""
     topology, config = costs.topology, costs.config
     ranks, rows, cols = topology.ranks, (config.num_embeddings,), (config.embedding_dim,)
     columns = list(_equal_columns(costs))
@@ -183,7 +183,7 @@ def _of_hosts(costs: TableCosts, allowed: Sequence[str], columns: Sequence[tuple
 
 
 def _equal_columns(costs: TableCosts) -> Iterator[tuple[int, ...]]:
-    """Shards of equal columns, which are multiples of what kernels read at once."""
+    """Shards of equal columns, in multiples of what kernels read at once."""
     cols = costs.config.embedding_dim
     if costs.config.max_norm is None:  # the norm of a row needs all its columns
         for count in range(2, cols // LEAST_COLUMNS + 1):
@@ -192,7 +192,7 @@ def _equal_columns(costs: TableCosts) -> Iterator[tuple[int, ...]]:
 
 
 def _rows(costs: TableCosts, count: int) -> Iterator[tuple[int, ...]]:
-    """Row-wise shards: even ones, or those of equal load, without and with a limit of their memory."""
+    """Row-wise shards: even, or of equal load, without and with a limit of their memory."""
     rows = costs.config.num_embeddings
     if rows < LEAST_ROWS * count:
         return
@@ -206,7 +206,7 @@ def _rows(costs: TableCosts, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def pinned(placement: Placement, costs: TableCosts) -> Division:
-    """A placement that is given.
+    """A given placement.
 
     Raises:
         LayoutError: it does not fit the table or the ranks.

@@ -1,4 +1,4 @@
-"""Plans of tables as files: TOML with a line for each table, that can be compared, edited, and is checked when read.
+"""Plans of tables as TOML files with a line for each table: they can be compared and edited, and are checked when read.
 
     format = "shardwise plan of tables 1"
     ranks = 4
@@ -7,8 +7,8 @@
     "users" = { rows = 1000, columns = 64, dtype = "float32", dim = 1, ranks = [0, 3], sizes = [32, 32] }
     "items" = { rows = 90000, columns = 32, dtype = "float32", dim = 0 }
 
-Without `sizes` a dim is divided evenly over all ranks; `ranks` alone is the rank that holds the table; `boxes` are
-rank, first row, first column, rows and columns; with none of these the table is replicated.
+Without `sizes` a dim is divided evenly over all ranks. `ranks` alone is the rank that holds the table. `boxes` are
+rank, first row, first column, rows and columns. A table without these is replicated.
 """
 
 import json
@@ -84,7 +84,7 @@ def read_tables(path: Path, tables: Sequence[EmbeddingConfig]) -> tuple[Mesh, fl
     """The mesh, the gap, and the placements of a plan of these tables.
 
     Raises:
-        PlanError: it cannot be read, is no such file, or is of other tables.
+        PlanError: it cannot be read, has no plan, or has other tables.
     """
     content = read_toml(path)
     ranks, found, gap = content.get("ranks"), content.get("tables"), content.get("gap", 0.0)

@@ -1,4 +1,4 @@
-"""The search for a plan of tables: their problem for each form of messages, and what is found (`Planned`)."""
+"""The search for a plan of tables: a problem for each form of messages, and the result (`Planned`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,14 +32,14 @@ TIE = 1e-4  # of the largest number of any option: sums up to it are not above 0
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """What a search found, in the terms of tables.
+    """The result of a search, in terms of tables.
 
     Attributes:
         units: the tables of each unit, which are placed together: a group, or one table.
-        divisions: of each unit, for each option one division of each of its tables.
+        divisions: for each option of each unit, one division of each of its tables.
         in_time: the problem whose values are seconds.
         assignment: of this problem.
-        bound, value: of what was minimized.
+        bound, value: of the minimized objective.
     """
 
     request: Request
@@ -61,7 +61,7 @@ class Planned:
 
 
 def make_plan_of_tables(request: Request) -> Planned:
-    """Search the best plan.
+    """Search for the best plan.
 
     Raises:
         ConfigError, PlanError: arguments that do not fit; TooLargeError: tables that do not fit in memory.
@@ -74,7 +74,7 @@ def make_plan_of_tables(request: Request) -> Planned:
 
 
 def _search(request: Request) -> Planned | None:
-    """The best plan; None: none was found that fits."""
+    """The best plan found; None if none fits."""
     costs = _costs(request)
     units, options = _units(request, costs)
     cases = _cases(request)
@@ -144,7 +144,7 @@ def _costs(request: Request) -> list[TableCosts]:
 
 
 def _units(request: Request, costs: Sequence[TableCosts]) -> tuple[list[list[int]], list[list[tuple[Division, ...]]]]:
-    """What is placed together, and its options: those that all tables of a group have, by name."""
+    """Units of placement and their options: by name, the options that all tables of a group have."""
     names = request.names
     group_of = {name: number for number, group in enumerate(request.groups) for name in group}
     units: dict[object, list[int]] = {}
@@ -221,13 +221,13 @@ def _problem(
 
 
 def _with_memory_first(option: Option) -> Option:
-    """The option with a further phase, whose amount is memory."""
+    """The option with an additional phase, whose amount is memory."""
     cost, everywhere = (np.concatenate([x[..., :1], x], axis=-1) for x in (option.cost, np.asarray(option.everywhere)))
     return replace(option, cost=cost, everywhere=everywhere)
 
 
 def _sum(options: Sequence[Option]) -> Option:
-    """Several tables with the same places."""
+    """The sum of several tables with equal places."""
     if len(options) == 1:
         return options[0]
     width = max(option.cost.shape[1] for option in options)
@@ -236,8 +236,8 @@ def _sum(options: Sequence[Option]) -> Option:
 
 
 def _cases(request: Request) -> list[tuple[Form, tuple[int, int, int]]]:
-    """The forms of messages, and when a collection uses each: if no product of these signs and the numbers that decide
-    (`TableCosts.choice_of_form`) is above 0."""
+    """The forms of messages, with conditions: a collection uses a form if no product of these signs and the deciding
+    numbers (`TableCosts.choice_of_form`) is above 0."""
     if not isinstance(request.tables[0], EmbeddingBagConfig):
         return [(Form.ROWS, (0, 0, 0))]
     if request.weighted or not any(map(request.batch.of_feature, features_of(request.tables).names)):

@@ -1,4 +1,4 @@
-"""What a plan of tables is made of (`Request`), and whether it fits the tables."""
+"""The arguments of a plan of tables (`Request`), and whether they fit the tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Shardings = Sequence[Sharding] | Mapping[str, Sequence[Sharding]]
 @checked_init
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a plan is made of: the arguments of `plan_tables`."""
+    """The arguments of `plan_tables`."""
 
     tables: Configs
     weighted: bool
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def memory(self) -> float:
-        """Bytes of a rank that tables may take."""
+        """Bytes that tables may take on a rank."""
         return self.topology.memory * (1 - self.head_room)
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     Attributes:
         mesh: all ranks.
-        gap: the share of the bound by which the plan is above it, at most; 0: no plan is better.
+        gap: the excess of the plan over the bound, as a share of the bound; 0: no plan is better.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     @property
     def ranks(self) -> int:
-        """How many the plan is for."""
+        """The number of ranks of the plan."""
         return self.mesh.size()
 
     @property
@@ -104,7 +104,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     @cached_property
     def _unit_of(self) -> dict[str, tuple[int, int]]:
-        """The unit of each table, and its number there."""
+        """The unit of each table, and its index there."""
         planned = self._known
         return {
             planned.request.names[table]: (unit, number)
@@ -113,7 +113,7 @@ class TablePlan(Report, Mapping[str, Placement]):
         }
 
     def sharding(self, name: str) -> str:
-        """What a table's sharding is called, such as `column 4`."""
+        """The name of a table's sharding, such as `column 4`."""
         planned = self._known
         unit, number = self._unit_of[self._checked_name(name)]
         return planned.divisions[unit][planned.assignment.choice[unit]][number].label
@@ -126,7 +126,7 @@ class TablePlan(Report, Mapping[str, Placement]):
     # ---- reasons ---------------------------------------------------------------------------------------------
 
     def runner_up(self, name: str) -> PlanChange | None:
-        """The next best sharding of a table, if all others stay as they are; None: there is no other."""
+        """The next best sharding of a table, if all others stay; None if there is no other."""
         planned = self._known
         unit, number = self._unit_of[self._checked_name(name)]
         best: tuple[float, int, Assignment] | None = None
@@ -139,7 +139,7 @@ class TablePlan(Report, Mapping[str, Placement]):
 
     @checked
     def what_if(self, **changes: object) -> tuple[PlanChange, "TablePlan"]:
-        """The best plan with other arguments of `plan_tables`, and how it differs from this one.
+        """The best plan with other arguments of `plan_tables`, and its difference from this one.
 
             change, other = plan.what_if(pinned={"users": Shard(0)})
 
@@ -158,16 +158,16 @@ class TablePlan(Report, Mapping[str, Placement]):
         return _difference(label, planned, planned.assignment, other.assignment), _plan_of(other)
 
     def sent_bytes(self, batches: Sequence[KeyedJaggedTensor], steps: int = 1) -> StepBytes:
-        """What each rank sends to others in a step of the sharded collection with these batches: exact.
+        """The bytes that each rank sends to others in a step of the sharded collection with these batches: exact.
 
         Args:
             batches: of each rank.
-            steps: how many times they are looked up; the bytes are those of the last time. Messages of ids get the
-                size of earlier ones.
+            steps: number of lookups of the batches; the bytes are those of the last. Earlier messages of ids determine
+                their size.
 
         Raises:
-            PlanError: other batches than one of each rank.
-            IdError: an id outside of its table, as in a step.
+            PlanError: the number of batches is not that of ranks.
+            IdError: an id outside its table, as in a step.
         """
         planned = self._known
         if len(batches) != self.ranks:
@@ -183,8 +183,8 @@ class TablePlan(Report, Mapping[str, Placement]):
             print(plan.check(lambda: train_step(sharded, batch), batch))
 
         Args:
-            step: looks `batch` up in the sharded collection, which looked up nothing before, and calls backward. It
-                runs five times.
+            step: looks `batch` up in the sharded collection, which had no lookup before, and calls backward. It runs
+                five times.
             batch: of this rank.
         """
         ranks, fullest = self.mesh.sorted_ranks, int(self.memory.argmax())
@@ -207,7 +207,7 @@ class TablePlan(Report, Mapping[str, Placement]):
     # ---- text and files --------------------------------------------------------------------------------------
 
     def text(self, width: int | None = None, colour: bool = False) -> str:
-        """Whether it fits, the memory of ranks, and a table of the largest tables; `save` writes all of them."""
+        """Whether it fits, the memory of ranks, and a table of the largest tables; `save` writes all tables."""
         by_size = sorted(self._tables, key=_size, reverse=True)
         rows = [("table", "rows", "columns", "bytes", "sharding", "ranks")]
         for config in by_size[:SHOWN]:
@@ -235,7 +235,7 @@ class TablePlan(Report, Mapping[str, Placement]):
         ]
 
     def as_toml(self) -> str:
-        """The plan as the text of a file, which `save` writes and `load` reads: a line for each table, in order."""
+        """The plan as TOML, which `save` writes and `load` reads: a line for each table, in order."""
         time = None if self._planned is None else self.milliseconds
         return toml_of_tables(self._tables, self._placements, self.mesh, self.gap, time)
 
@@ -257,7 +257,7 @@ class TablePlan(Report, Mapping[str, Placement]):
         """Read a plan of the tables of `collection`.
 
         Raises:
-            PlanError: it cannot be read, or is of other tables.
+            PlanError: it cannot be read, or has other tables.
         """
         configs = _configs(collection)
         mesh, gap, placements = read_tables(Path(path), configs)
@@ -289,24 +289,24 @@ def plan_tables(
     forward_dtype: torch.dtype = torch.float32,
     backward_dtype: torch.dtype = torch.float32,
 ) -> TablePlan:
-    """Where each table goes, so that the slowest rank is as fast as possible and no rank exceeds its memory.
+    """The placement of each table that minimizes the time of the slowest rank within the memory of ranks.
 
         plan = plan_tables(collection, Topology.preset("A100", hosts=2), BatchShape(4096, {"users": 1, "items": 20}))
 
     Args:
-        collection: or the configs of its tables.
+        collection: a collection, or the configs of its tables.
         topology: the machine.
         batch: how many ids a batch has.
-        optimizer: what `shard_embeddings` gets; None: tables have dense gradients, for an optimizer of `torch.optim`,
+        optimizer: as for `shard_embeddings`; None: tables have dense gradients, for an optimizer of `torch.optim`,
             whose states are not counted.
-        pinned: placements that are given, on a mesh of one axis of all ranks; a TablePlan is one.
+        pinned: given placements, on a mesh of one axis of all ranks; a TablePlan is one.
         allowed: shardings that tables may have: table, column, row, table_row, table_column, grid, replicated; for all,
             or by table.
         groups: tables that have one sharding on the same ranks.
         counts: how often each row is looked up (`count_rows`); row-wise shards then have equal loads.
-        head_room: the share of memory that tables leave to all else.
+        head_room: the share of memory that stays free of tables.
         objective: "time" of a step; or first "memory" of the fullest rank, or "bytes" of the busiest one.
-        forward_dtype, backward_dtype: what `shard_embeddings` gets.
+        forward_dtype, backward_dtype: as for `shard_embeddings`.
 
     Raises:
         ConfigError: scipy is missing, or numbers that no batch has.

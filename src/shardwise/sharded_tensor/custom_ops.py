@@ -24,16 +24,16 @@ Implementation = Callable[[tuple[type, ...], Args, Kwargs, Any], Any]
 
 
 def custom_sharding_spec_op(sharding_spec_class: type[ShardingSpec], func: Any) -> Callable[[F], F]:
-    """Decorate what runs when `func` is called with a `DTensor` that was made by a spec of this class.
+    """Decorate the implementation of `func` for a `DTensor` made by a spec of this class.
 
     The decorated function is called on every rank as `implementation(types, args, kwargs, process_group)`: the first
     three as `__torch_function__` gets them; the group is torch's if there is one, otherwise the ranks, as every
-    `process_group=` accepts. Its result is the result of the call. Inside it, `func` dispatches as usual. Tensors
-    of other specs, of subclasses of the spec, and results of ops, which no spec made, are not affected.
+    `process_group=` accepts. Its result is the result of the call. Inside it, `func` dispatches as usual. Not affected
+    are tensors of other specs or of subclasses of the spec, and results of ops, which no spec made.
 
     Args:
-        sharding_spec_class: the class; instances of subclasses do not count.
-        func: such as `torch.nn.functional.embedding`, exactly as it is called: `torch.sum` is not `Tensor.sum`.
+        sharding_spec_class: the class; subclasses do not count.
+        func: such as `torch.nn.functional.embedding`, exactly as called: `torch.sum` is not `Tensor.sum`.
 
     Raises:
         PlanError: not a class of specs, not a callable, a decorated function that does not take four arguments, or a

@@ -27,7 +27,7 @@ ELEMENTWISE: frozenset[RowsFunction] = frozenset(
     (pointwise.nonlinear, pointwise.selected, pointwise.homogeneous, pointwise.additive, pointwise.bilinear,
      pointwise.numerator, pointwise.identity_rows, pointwise.conversion, pointwise.conversion_to, pointwise.filled_like)
 )  # fmt: skip
-# Other functions that do, if the shape is unchanged.
+# Other functions that keep indices if the shape is unchanged.
 IN_ORDER = frozenset("view view_as reshape reshape_as rand_like randn_like dropout".split())
 # In-place functions that would detach the tensor from its shards.
 REFUSED = frozenset("resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_".split())
@@ -91,10 +91,10 @@ class LocalShardsWrapper(torch.Tensor):
     other functions (a sum, a row) return a plain tensor.
 
     The wrapper shares its memory with the given shards. A single shard, and shards that are adjacent views of one
-    tensor, are used without a copy. Other shards are copied into new memory, and **the given tensors then refer to
-    it** (`shard.data = view`), Parameters too; other tensors that shared their old memory do not, and autograd does
-    not see that a write to one side changes the other. Gradients reach shards that require them. Shards that autograd
-    has computed are copied.
+    tensor, are not copied. Other shards are copied into new memory, and **the given tensors then refer to it**
+    (`shard.data = view`), Parameters too. Other tensors that shared their old memory do not, and autograd does not see
+    that a write to one side changes the other. Gradients reach shards that require them. Shards that autograd has
+    computed are copied.
 
     Args:
         local_shards: tensors of one dtype, device and number of dims; none on a rank without shards, where the
@@ -232,7 +232,7 @@ class LocalShardsWrapper(torch.Tensor):
             joined = _as_subclass(self.detach(), Tensor)
         return _rebuilt, (joined, self.tiling, self.requires_grad, hasattr(self, "_is_param"))
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which torch does not dispatch to subclasses
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # torch does not dispatch it to subclasses
         raise RuleError(_detaches("set_"))
 
     __hash__ = torch.Tensor.__hash__

@@ -37,7 +37,7 @@ class LocalShard:
     """A shard that this rank holds.
 
     Args:
-        tensor: its values; of a shard of a `DTensor` they share its memory.
+        tensor: its values; a shard of a `DTensor` shares its memory.
         metadata: its offsets, sizes and placement.
 
     Raises:
@@ -93,7 +93,7 @@ def local_tensor(x: DTensor) -> Tensor:
 
 
 def metadata(x: DTensor) -> ShardedTensorMetadata:
-    """All shards of all ranks; of replicas, the first.
+    """All shards of all ranks; of replicas, only the first.
 
     Raises:
         LayoutError: the tensor is Partial.
@@ -105,7 +105,7 @@ def metadata(x: DTensor) -> ShardedTensorMetadata:
 
 
 def sharding_spec(x: DTensor) -> ShardingSpec:
-    """The spec it was made by, or one that is equivalent to its layout.
+    """The spec that made the tensor, or one that is equivalent to its layout.
 
     Raises:
         LayoutError: the layout is replicated or Partial, which no spec can express.
@@ -114,7 +114,7 @@ def sharding_spec(x: DTensor) -> ShardingSpec:
 
 
 def _own_spec(x: DTensor) -> ShardingSpec | None:
-    """The spec that `x` was made by, unless `x` was redistributed since."""
+    """The spec that made `x`, unless `x` was redistributed later."""
     spec: ShardingSpec | None = x._spec
     made_here = spec is not None and spec.layout(x.shape, x._layout.mesh.sorted_ranks) == x._layout
     return spec if made_here else None
@@ -126,7 +126,7 @@ def gather(x: DTensor, *args: Any, **kwargs: Any) -> Tensor | None:
     A second positional argument is an index unless it is None, so a tensor to fill must be passed as `out=`.
 
     Raises:
-        LayoutError: its dtype is not that of an index; or as for `gather_to`.
+        LayoutError: the index has a wrong dtype; or as for `gather_to`.
     """
     second = args[1] if len(args) > 1 else None
     if isinstance(second, Tensor) and (second.is_floating_point() or second.is_complex()):
@@ -143,7 +143,7 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
     Args:
         dst: the global rank.
         out: on `dst`, a plain tensor of the global shape to fill; ignored elsewhere.
-        dtype: convert on `dst` to this dtype; that of `out` if it is given.
+        dtype: the dtype of the result on `dst`; the dtype of `out` if that is given.
 
     Returns:
         On `dst` the full tensor (`out`, if given), elsewhere None.
@@ -178,18 +178,18 @@ def gather_to(x: DTensor, dst: int = 0, out: Tensor | None = None, dtype: torch.
 def init_from_local_shards(
     local_shards: Sequence[LocalShard], *global_size: object, process_group: object = None, init_rrefs: bool = False
 ) -> DTensor:
-    """The tensor made of the shards that every rank passes, none or several.
+    """The tensor made of the shards of every rank, none or several.
 
     Args:
         local_shards: a single one on a rank keeps its memory; several are copied into one flat tensor.
         global_size: the global shape, as one sequence or as integers; by default the extent of all shards.
         process_group: the ranks that take part; None is all.
-        init_rrefs: as in torch, where only False is supported.
+        init_rrefs: only False is supported, as in torch.
 
     Raises:
         RuleError: `init_rrefs=True`.
         MismatchError: dtypes, kinds of device, `requires_grad` or the given sizes differ between ranks, a shard is
-            placed on another rank or kind of device, or is no `LocalShard`.
+            placed on another rank or kind of device, or is not a `LocalShard`.
         LayoutError: the shards overlap or leave a gap. All of these are the same error on every rank.
     """
     _check_no_rrefs(init_rrefs, "init_from_local_shards")

@@ -33,7 +33,7 @@ class Sharder(ABC):
 @checked_init
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How to shard a module.
+    """The sharding of a module, by specs and sharders.
 
     Args:
         plan: the path of a parameter, such as "encoder.table.weight", to its spec; or the path of a submodule to the
@@ -68,7 +68,7 @@ def shard_parameter(
     """Shard one parameter, buffer or other tensor of `module` by a spec, in place; it becomes a `DTensor`.
 
     Args:
-        module: the module that owns it; on the meta device except on the source rank, if you like.
+        module: the module that owns it; may be on the meta device except on the source rank.
         param_name: its name there.
         sharding_spec: how to shard it.
         src_rank: index in the process group of the rank whose values are used.
@@ -77,8 +77,8 @@ def shard_parameter(
     Raises:
         AttributeError: the module has no attribute of that name.
         PlanError: it is not a tensor, not contiguous, or a parameter with hooks.
-        MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only some ranks have
-            one of the errors above.
+        MismatchError: spec, source, shape, dtype or `requires_grad` differ between ranks, or only some ranks have an
+            error above.
         LayoutError: the spec does not fit.
     """
     found: Any = getattr(module, param_name, None)
@@ -127,7 +127,7 @@ def _unfit(module: nn.Module, name: str, tensor: object) -> Exception | None:
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: object = None) -> nn.Module:
     """Shard `module` by a `ShardingPlan`, in place; parameters that the plan does not name stay plain.
 
-    The counterpart of `torch.distributed._shard.shard_module`; `shardwise.shard_module` takes placements.
+    As `torch.distributed._shard.shard_module`; `shardwise.shard_module` takes placements.
 
     Args:
         module: any module. To apply a `Sharder` to the module itself, call its `shard()`.
@@ -141,7 +141,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     Raises:
         PlanError: unknown names, entries of another type, a spec for a parameter inside a module that a sharder
             replaces, a tied parameter with two specs; all of them in one message, before anything changes. Or a
-            sharder that returned no module.
+            sharder that did not return a module.
         MismatchError: the plan, `src_rank`, or the problems of the plan, differ between ranks.
     """
     ranks = collectives.group_ranks(process_group)
@@ -176,7 +176,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _problems(plan: ShardingPlan, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Everything in the plan that cannot be done."""
+    """All problems of the plan."""
     sharders = [name for name, entry in plan.plan.items() if isinstance(entry, Sharder)]
     inside = {name: set(modules[name].modules()) for name in sharders if name in modules}
     for name, entry in plan.plan.items():
@@ -224,8 +224,8 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """Return local tensors instead of the outputs of `module` that are DTensors, for data-parallel code.
 
-    A dim sharded into shards of size 1 is dropped: of (4, 16) sharded over 4 ranks each has (16,). That follows from
-    the global layout, not from the local shard, so all ranks get the same number of dims.
+    A dim sharded into shards of size 1 is dropped: of (4, 16) sharded over 4 ranks each has (16,). This follows from
+    the global layout, so all ranks get the same number of dims.
 
     Returns:
         The module, with a forward hook.

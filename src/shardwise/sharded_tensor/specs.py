@@ -42,8 +42,8 @@ Ranks = tuple[int, ...]
 def placement_of(given: object) -> RemoteDevice:
     """A device of a global rank, written `rank:1/cuda:0`; `rank:1` alone means its CPU.
 
-    `cuda:0` alone is a device without a rank. It can be described, as in torch; nothing can be sharded onto it. Given
-    is a string, a `torch.device`, or torch's own `_remote_device`, which the result is.
+    `cuda:0` alone is a device without a rank: a description, as in torch, that nothing can be sharded onto. Takes a
+    string, a `torch.device`, or torch's `_remote_device`, and returns the latter.
     """
     found = None
     try:
@@ -70,7 +70,7 @@ class ShardMetadata:
     """One shard of a tensor.
 
     Args:
-        shard_offsets: where it begins, one integer per dim.
+        shard_offsets: its first index, one integer per dim.
         shard_sizes: its shape.
         placement: the rank that holds it, such as "rank:0/cpu"; None if unknown. A device alone, such as "cuda:0", is
             kept; a tensor cannot be sharded with it.
@@ -104,7 +104,7 @@ class ShardMetadata:
         """The global rank that holds it.
 
         Raises:
-            LayoutError: the shard has no placement, or one without a rank.
+            LayoutError: the placement is missing, or has no rank.
         """
         rank = None if self.placement is None else self.placement.rank()
         if rank is None:
@@ -115,7 +115,7 @@ class ShardMetadata:
 
     @property
     def holder(self) -> str:
-        """Who holds it, in errors: a rank, or the device of a placement without one."""
+        """The holder, for errors: a rank, or the device of a placement without one."""
         return f"{self.placement}" if self.placement and self.placement.rank() is None else f"rank {self.rank}"
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ def layout_of_shards(shards: Sequence[ShardMetadata], shape: tuple[int, ...], ra
     """The layout in which every rank of `ranks` holds the shards that are placed on it.
 
     Shards along one dim become `Shard` on a mesh in the order of the shards, a grid of shards becomes `Shard` on a mesh
-    of its shape, a tensor on one rank becomes `OnRanks`: ops have their best rules there. Anything else is `Boxes`.
+    of its shape, a tensor on one rank becomes `OnRanks`: ops have their best rules for these. Others become `Boxes`.
     """
     if not all(isinstance(shard, ShardMetadata) for shard in shards):
         fix = "ShardMetadata(offsets, sizes, 'rank:0/cpu')"
@@ -226,7 +226,7 @@ def _device_type(shards: Sequence[ShardMetadata]) -> str:
 
 
 def _grid(boxes: Mapping[int, Box], dims: list[int], shape: tuple[int, ...], device: str) -> Layout | None:
-    """One box per rank on a grid; None if they form no grid."""
+    """One box per rank on a grid; None if the boxes are not a grid."""
     intervals = [sorted({(box.offsets[d], box.sizes[d]) for box in boxes.values()}) for d in dims]
     if any(a + n != b for along in intervals for (a, n), (b, _) in pairwise(along)):
         return None
@@ -239,12 +239,12 @@ def _grid(boxes: Mapping[int, Box], dims: list[int], shape: tuple[int, ...], dev
 
 
 def device_of(mesh: Mesh, rank: int) -> RemoteDevice:
-    """The placement of what a rank of a mesh holds."""
+    """The placement of a shard on a rank of a mesh."""
     return RemoteDevice(f"rank:{rank}/{mesh.device_type}")
 
 
 def shards_of(layout: Layout) -> list[ShardMetadata]:
-    """The shards of a tensor with this layout; of replicas, the first."""
+    """The shards of a tensor with this layout; of replicas, only the first."""
     if layout.partial_axes:
         raise LayoutError(f"{layout} is Partial, it has no shards. Fix: redistribute it to Shard or Replicate first.")
     mesh = layout.mesh
@@ -259,7 +259,7 @@ def shards_of(layout: Layout) -> list[ShardMetadata]:
 @checked_init
 @dataclass(frozen=True, init=False)
 class DevicePlacementSpec:
-    """One device that holds something, such as `"rank:0/cuda:0"` or `"cuda:0"`: a description, as in torch.
+    """A device that holds something, such as `"rank:0/cuda:0"` or `"cuda:0"`: a description, as in torch.
 
     Raises:
         LayoutError, MeshError: another form, or a device that torch does not know.
@@ -272,7 +272,7 @@ class DevicePlacementSpec:
 
 
 class ShardingSpec(ABC):
-    """How tensors are sharded. To define your own, subclass it and implement `build_metadata`."""
+    """A rule for the shards of tensors. To define your own, subclass it and implement `build_metadata`."""
 
     @abstractmethod
     def build_metadata(
@@ -296,8 +296,8 @@ class ShardingSpec(ABC):
         """A `DTensor` with the values of `tensor` on the source rank, which sends every rank its shards.
 
         Args:
-            tensor: of one shape and dtype on every rank; only its values on the source are read, so the other ranks
-                may pass one on the meta device. A `DTensor`, ours or torch's, is resharded, and `src_rank` ignored.
+            tensor: of one shape and dtype on every rank. Only its values on the source are read, so other ranks may
+                pass it on the meta device. A `DTensor`, ours or torch's, is resharded, and `src_rank` ignored.
             src_rank: index in the process group of the rank whose values are used.
             process_group: the ranks that take part; None is all.
 
@@ -319,7 +319,7 @@ class ShardingSpec(ABC):
         return result.requires_grad_(tensor.requires_grad)
 
     def _agree_on_source(self, tensor: object, src_rank: int, ranks: Ranks) -> None:
-        """Check that all ranks pass the same, and that the source has values."""
+        """Check that all ranks pass equal arguments, and that the source has values."""
         problem = text = ""
         if not isinstance(tensor, Tensor):
             problem = f"only a plain tensor can be sharded, got {shown(tensor)}."
@@ -351,8 +351,8 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
 
     Args:
         resharding_spec: how to shard it.
-        process_group: the ranks that hold the result; None is the ranks that hold `x`. Ranks that leave also call
-            this, with the ranks of the group: torch does not give them the members of a group they are not in.
+        process_group: the ranks that hold the result; None: the ranks that hold `x`. Ranks that leave call this with a
+            list of ranks: torch hides the members of a group from ranks outside it.
 
     Raises:
         LayoutError: the spec does not fit.
@@ -361,7 +361,7 @@ def reshard(x: DTensor, resharding_spec: ShardingSpec, process_group: object = N
     ranks = x._layout.mesh.sorted_ranks if same_ranks else collectives.group_ranks(process_group, leaving=True)
     layout = resharding_spec.layout(x._layout.shape, ranks)
     result = to_layout(x, layout)
-    if result is x:  # whose own spec stays
+    if result is x:  # its own spec stays
         result = remembering(x, tag(plain(x), layout))
     result._spec = resharding_spec
     return result
@@ -374,9 +374,9 @@ class ChunkShardingSpec(ShardingSpec):
 
     Args:
         dim: the dim, counted from the end if negative.
-        placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank
-            may hold several shards. Devices without a rank, such as `"cuda:0"`, describe shards that no rank holds:
-            such a spec gives metadata, and sharding by it is a LayoutError.
+        placements: the rank that holds each shard, such as `["rank:1/cpu", "rank:0/cpu"]`; in any order, and a rank may
+            hold several shards. Devices without a rank, such as `"cuda:0"`, give metadata only: sharding by such a spec
+            is a LayoutError.
 
     Raises:
         NotImplementedError: a dim given by name.
@@ -452,7 +452,7 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadata]:
-    """The shards by `build_metadata`, which may be a user's."""
+    """The shards by `build_metadata`, which a user may have defined."""
     found = spec.build_metadata(torch.Size(shape), TensorProperties())
     if isinstance(found, ShardedTensorMetadata):
         return found.shards_metadata
@@ -463,7 +463,7 @@ def _shards(spec: ShardingSpec, shape: tuple[int, ...]) -> Sequence[ShardMetadat
 
 
 def describe_spec(spec: ShardingSpec, shape: Sequence[int] | None = None) -> str:
-    """What ranks compare: the repr of a spec, or, of a class without one, its name and the shards of `shape`."""
+    """Text for comparison between ranks: the repr of a spec, or the name of its class and the shards of `shape`."""
     if type(spec).__repr__ is not object.__repr__:
         return repr(spec)
     if shape is None:

@@ -40,16 +40,16 @@ def simulate(
         mesh = Mesh((512, 8), device_type="cuda")
         print(simulate(train, mesh=mesh, topology=Topology.preset("H100", hosts=512)))  # docs/pictures.md has a `train`
 
-    The function runs once for each class, as one rank of the class. Tensors of floating dtype with dims have no values,
-    nor what is computed from them; integers have, up to 4 Mi elements of a tensor. A condition on values that are not
-    there is False (`if bad.any()`), which the result says. Shapes, dtypes and strides are those of a run; devices are
-    CPUs, whatever the program asks for. The first step is not counted, because in it optimizers make their states.
+    The function runs once for each class, as one rank of it. Tensors of floating dtype with dims have no values, nor
+    have results computed from them; integers have values, up to 4 Mi elements of a tensor. A condition on missing
+    values is False (`if bad.any()`); the result lists it. Shapes, dtypes and strides are those of a run; devices are
+    CPUs, whatever the program asks for. The first step is not counted: in it, optimizers create their states.
 
-    An op takes the time of its FLOPs, or of the bytes that it touches if that is longer. Nothing overlaps.
+    An op takes the time of its FLOPs, or of its memory traffic if that is longer. Nothing overlaps.
 
-    Other ranks are taken to send what this one sends to itself: as many ids of a lookup from each rank as it keeps.
+    Other ranks are assumed to send what this rank sends to itself: in a lookup, as many ids as it keeps.
 
-    Memory is that of storages which ops return; not what a kernel, an allocator or a network library takes for itself.
+    Memory is that of storages which ops return, without that of kernels, allocators and network libraries.
 
     Args:
         fn_or_module: a function of the mesh that makes a model and returns a function of one training step; or a
@@ -58,18 +58,18 @@ def simulate(
         inputs: of a module.
         mesh: of ranks 0, 1, ….
         plan: of a module: what `shard_module` takes.
-        topology: the machine: its collectives, by which redistributions are planned as well, speeds and memory. None:
-            collectives of the mesh's type of devices on one host; ops have no time, and no memory is too little.
+        topology: the machine: costs of collectives, which also decide redistributions, speeds and memory. None:
+            collectives of the mesh's type of devices on one host; ops take no time, and memory is unlimited.
 
     Returns:
-        The classes. Ranks are equal if, of all layouts of the program, they have local tensors of the same shapes, and
-        send as many bytes in each redistribution. They may send other amounts in exchanges inside an op: a lookup, a
-        flatten of uneven shards. The lowest rank of a class runs code that asks for `rank()`, which the result says.
+        The classes. Ranks are equal if all layouts of the program give them local tensors of equal shapes, and they
+        send equal bytes in each redistribution. They may send other amounts in exchanges inside an op: a lookup, a
+        flatten of uneven shards. The lowest rank of a class runs code that asks for `rank()`; the result lists it.
 
     Raises:
         ShardwiseError: the program reads values that a simulation does not have.
         MeshError: the mesh has other ranks, or more than the topology, or other devices.
-        ArgumentError: inputs or a plan beside a function, or a function that returns none.
+        ArgumentError: inputs or a plan beside a function, or a function that does not return one.
     """
     _check(mesh, topology, isinstance(fn_or_module, nn.Module) or not (inputs or plan is not None))
     build = fn_or_module
@@ -90,7 +90,7 @@ def simulate(
 
 
 def _check(mesh: Mesh, topology: Topology | None, takes_arguments: bool) -> None:
-    """Raise unless `simulate` can have such arguments."""
+    """Raise unless `simulate` takes these arguments."""
     if mesh.sorted_ranks != tuple(range(mesh.size())):
         raise MeshError(
             f"simulate takes a mesh of the ranks 0 to {mesh.size() - 1}, got {mesh}. "
@@ -108,7 +108,7 @@ def _check(mesh: Mesh, topology: Topology | None, takes_arguments: bool) -> None
 def simulate_rank(
     build: Callable[[Mesh], Step], mesh: Mesh, topology: Topology | None, rank: int
 ) -> tuple[RankClass, RankClock]:
-    """What one rank does in its second step, and its clock, which has run it."""
+    """The second step of one rank, and its clock."""
     clock = RankClock(mesh, topology, rank)
     roles = Roles(clock.memory)
     with roles.watching(), clock.running():
@@ -116,8 +116,8 @@ def simulate_rank(
         if not callable(step):
             what = f"a function of one step, got {type(step).__name__}"
             raise ArgumentError(f"simulate: the function must return {what}. Fix: return it.")
-        step()  # in which optimizers make their states
-        gc.collect()  # else what is in reference cycles of the first step is counted
+        step()  # in which optimizers create their states
+        gc.collect()  # else reference cycles of the first step are counted
         start = len(clock.memory.log)
         clock.restart()
         step()
@@ -134,7 +134,7 @@ def _assumptions(clock: RankClock) -> Iterator[str]:
 
 
 def _equal_ranks(clock: RankClock, mesh: Mesh, ranks: Sequence[int]) -> Ranks:
-    """The ranks that hold tensors of the same shapes as the first one, and send as much in each redistribution."""
+    """The ranks with tensors of the shapes on the first one, and equal bytes sent in each redistribution."""
     equal = np.array(ranks)
     for layout in [x for x in clock.transport.owner._layouts.values() if not x.is_even]:
         equal = equal[_like_first(layout, mesh, equal)]
@@ -150,7 +150,7 @@ def _equal_ranks(clock: RankClock, mesh: Mesh, ranks: Sequence[int]) -> Ranks:
 
 
 def _like_first(layout: Layout, mesh: Mesh, ranks: Ints) -> NDArray[np.bool_]:
-    """Whether each rank has a local tensor of the shape that the first one has."""
+    """Whether each rank has a local tensor of the first one's shape."""
     if layout.mesh != mesh or not layout.shape or any(isinstance(p, Boxes) for p in layout.placements):
         shapes = [layout.local_shape(_counterpart(layout.mesh, mesh, rank)) for rank in ranks.tolist()]
         return np.array([shape == shapes[0] for shape in shapes])
@@ -163,7 +163,7 @@ def _like_first(layout: Layout, mesh: Mesh, ranks: Ints) -> NDArray[np.bool_]:
 
 
 def _is_even(src: Layout, dst: Layout) -> bool:
-    """Whether all ranks of a redistribution send as much."""
+    """Whether all ranks of a redistribution send equal bytes."""
     one_rank = any(isinstance(p, OnRanks | Boxes) for p in (*src.placements, *dst.placements))
     return src.is_even and dst.is_even and src.mesh == dst.mesh and not one_rank
 
@@ -180,7 +180,7 @@ def _counterpart(part: Mesh, mesh: Mesh, rank: int) -> int:
 
 
 def without_values(module: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy whose parameters and floating buffers have no values, on a device."""
+    """A copy on a device, whose parameters and floating buffers have no values."""
     memo: dict[int, object] = {}
     for x in [*module.parameters(), *(x for x in module.buffers() if x.is_floating_point())]:
         empty = torch.empty(x.shape, dtype=x.dtype, device=device)
@@ -199,9 +199,9 @@ def training(
     The loss is the first result without dims, else the sum of all results.
 
     Args:
-        shard: shards the copy in place.
-        first_step: whether the first call is a step. Else it makes the states of AdamW from gradients of zero, also of
-            parameters that will have no gradients: two steps take a third less time.
+        shard: a function that shards the copy in place.
+        first_step: whether the first call is a step. Else it creates the states of AdamW from gradients of zero, also
+            for parameters without gradients: two steps take a third less time.
     """
 
     def build(mesh: Mesh) -> Step:

@@ -1,7 +1,6 @@
-"""The seconds of what one simulated rank does: its ops by what they compute or touch, its collectives by their costs.
+"""The time of one simulated rank: its ops by FLOPs or memory traffic, its collectives by their costs.
 
-An op takes the time of its floating-point operations, or of the bytes that it touches if that is longer; nothing
-overlaps.
+An op takes the time of its floating-point operations, or of its memory traffic if that is longer; nothing overlaps.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,13 +36,13 @@ class RankClock:
         clock.seconds()
 
     Args:
-        topology: None: ops take no time, and collectives that of the mesh's type of devices, on one host.
-        rank: 0 has the largest shards.
+        topology: None: ops take no time, and collectives are those of the mesh's type of devices, on one host.
+        rank: the rank; 0 has the largest shards.
 
     Attributes:
         memory: of the rank.
-        transport: the rank itself.
-        recorded: what it sends.
+        transport: the transport of the rank.
+        recorded: its communication.
         costs: of collectives.
     """
 
@@ -68,7 +67,7 @@ class RankClock:
             torch.set_rng_state(state)
 
     def restart(self) -> None:
-        """Count from here."""
+        """Restart the clock."""
         self.recorded.clear()
         self.memory.seconds = 0.0
 
@@ -82,11 +81,11 @@ class RankClock:
 
     @property
     def compute(self) -> float:
-        """Seconds of the ops since."""
+        """Seconds of the ops since the restart."""
         return self.memory.seconds
 
     def seconds(self) -> float:
-        """Seconds of ops and collectives since."""
+        """Seconds of ops and collectives since the restart."""
         return self.compute + sum(one.seconds for one in self.collectives())
 
 
@@ -105,7 +104,7 @@ class _Rank(OneRank):
 
 
 class _TimedMemory(Memory):
-    """Memory without values, which adds up the seconds of ops as well: one mode, since each costs much for every op."""
+    """Memory without values that also adds up the seconds of ops. One mode does both: each costs much for every op."""
 
     def __init__(self, topology: Topology | None) -> None:
         super().__init__(allocate=False)
@@ -118,7 +117,7 @@ class _TimedMemory(Memory):
         out = super().__torch_dispatch__(func, types, args, named)
         if self.topology is not None and out is not NotImplemented and not func.is_view and func not in _FREE:
             tensors: dict[int, Any] = {id(x): x for x in tensors_in([*args, *named.values(), out])}
-            if func._overloadpacket in _GATHERS:  # which reads as much of its first operand as it returns
+            if func._overloadpacket in _GATHERS:  # it reads as much of its first operand as it returns
                 tensors[id(args[0])] = out
             touched = sum(x.numel() * x.element_size() for x in tensors.values())
             count = _FLOPS.get(func._overloadpacket)

@@ -1,12 +1,12 @@
-"""Which memory the tensors of one rank take and what it is for, and tensors that take none.
+"""The memory of one rank's tensors and its roles, and tensors without memory.
 
     with Memory(allocate=False) as memory:
         x = torch.zeros(1 << 20, 1 << 20)   # 4 TiB, of which nothing is allocated
     memory.log                               # [(0, 1 << 42)]
 
-A tensor without values is an ordinary tensor on the CPU, also where the program asks for another device, so everything
-that depends on dtypes and shapes is as in a run. Its storage is address space that is never touched: ops that would
-read or write it run on the meta device.
+A tensor without values is an ordinary CPU tensor, also where the program asks for another device. So everything that
+depends on dtypes and shapes is as in a run. Its storage is address space that is never touched: ops that would read or
+write it run on the meta device.
 """
 
 import mmap
@@ -65,10 +65,10 @@ class Block:
 
 
 class Memory(TorchDispatchMode):
-    """While it is entered, all storages that the ops of this thread make or use, and what was allocated and freed.
+    """While it is entered, records the storages that ops of this thread create or use, allocations and frees.
 
-    Unless it may `allocate`, tensors of floating dtype with dims have no values, nor have large ones of other dtypes,
-    nor what is computed from such tensors.
+    Without `allocate`, tensors of floating dtype with dims have no values, nor have large ones of other dtypes, nor
+    results computed from such tensors.
     """
 
     def __init__(self, allocate: bool) -> None:
@@ -77,7 +77,7 @@ class Memory(TorchDispatchMode):
         self.blocks: dict[int, Block] = {}  # by storage
         self.log: list[tuple[int, int]] = []  # (block, bytes) in order; what was freed is negative
         self.redistributed: set[int] = set()  # the blocks of redistributions and other exchanges
-        self.conditions: dict[StackFrame, None] = {}  # where conditions on values that are not there were False
+        self.conditions: dict[StackFrame, None] = {}  # where conditions on missing values were False
         self._count = 0
         self._results: dict[object, object] = {}
         self._patches = ExitStack()
@@ -107,7 +107,7 @@ class Memory(TorchDispatchMode):
     # ---- storages ---------------------------------------------------------------------------------------------
 
     def block_of(self, x: Tensor) -> Block | None:
-        """The block of a tensor; one that is new here is added to the log. None for a sparse tensor."""
+        """The block of a tensor; a new one is added to the log. None for a sparse tensor."""
         if x.layout is not torch.strided:
             return None
         storage = x.untyped_storage()
@@ -131,7 +131,7 @@ class Memory(TorchDispatchMode):
         return block
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """Note that a storage is resized; whether it has no memory, so that there is no more to do."""
+        """Record that a storage is resized; True if it has no memory, so that no more is to be done."""
         block = self.blocks.get(storage._cdata)
         if block is None:
             return False
@@ -141,7 +141,7 @@ class Memory(TorchDispatchMode):
         return not block.has_values and not self.allocate
 
     def has_values(self, x: Tensor) -> bool:
-        """Whether the values of a tensor are those of a run; `_rules.local_tensors.has_values` asks."""
+        """Whether a tensor has the values of a run; `_rules.local_tensors.has_values` calls this."""
         block = self.block_of(x)
         return self.allocate or block is None or block.has_values
 
@@ -175,9 +175,9 @@ class Memory(TorchDispatchMode):
         return out
 
     def _with_values_if_small(self, func: OpOverload, args: Args, kwargs: Kwargs, reads_nothing: bool) -> object:
-        """The result of an op on values, or of one that reads nothing, which has values if these are integers.
+        """The result of an op on values, or without inputs; it has values if these are integers.
 
-        One that is large, such as a mask of queries and keys, has no values.
+        A large result, such as a mask of queries and keys, has no values.
         """
         device = kwargs.get("device") or next(iter([x.device for x in tensors_in(args)]), "cpu")
         if not reads_nothing or torch.device(device).type != "meta":
@@ -208,7 +208,7 @@ class Memory(TorchDispatchMode):
         return _mapped(self._new, self._results_of(func, args, kwargs))
 
     def _new(self, meta: Tensor) -> Tensor:
-        """A tensor without values, of the shape, strides and dtype of a meta tensor."""
+        """A tensor without values, with the shape, strides and dtype of a meta tensor."""
         shape, strides, dtype = meta.shape, meta.stride(), meta.dtype
         extent = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         if not extent:
@@ -243,7 +243,7 @@ class Roles:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the modules and optimizers that run inside, and the gradients that optimizers see."""
+        """Record modules and optimizers that run inside, and the gradients that optimizers see."""
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._modules.update({id(module): module})),
             register_optimizer_step_pre_hook(self._gradients),
@@ -272,7 +272,7 @@ class Roles:
                     self.of.setdefault(block.number, role)
 
     def find(self) -> None:
-        """Note what modules and optimizers hold now."""
+        """Record the blocks that modules and optimizers hold."""
         modules = {id(part): part for module in self._modules.values() for part in module.modules()}.values()
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._note(PARAMETERS, parameters)
@@ -286,7 +286,7 @@ class Roles:
             self.of.setdefault(number, REDISTRIBUTION)
 
     def at_peak(self, first: int) -> dict[str, int]:
-        """Bytes by role when most memory is in use, from entry `first` of the log on."""
+        """Bytes by role at the peak of memory, from entry `first` of the log on."""
         now = dict.fromkeys(ROLES, 0)
         found, total, most = dict(now), 0, 0
         for count, (number, size) in enumerate(self.memory.log, 1):
@@ -328,13 +328,13 @@ _FACTORIES = {
 
 
 class Traits(NamedTuple):
-    """What the schema of an op says."""
+    """The traits of an op, from its schema."""
 
     is_view: bool
     takes_device: bool
     may_broadcast: bool
     written: tuple[tuple[int, str], ...]  # positions and names of the arguments that it changes
-    returns_written: bool  # those, or nothing
+    returns_written: bool  # those arguments, or nothing
     num_returns: int
 
 
@@ -343,7 +343,7 @@ def _traits(func: OpOverload) -> Traits:
     schema = func._schema
     written = tuple((i, x.name) for i, x in enumerate(schema.arguments) if x.alias_info and x.alias_info.is_write)
     return Traits(
-        is_view=func.is_view or func is aten._unsafe_view.default,  # whose result has the memory of its operand, too
+        is_view=func.is_view or func is aten._unsafe_view.default,  # its result has the memory of its operand, too
         takes_device=any(x.name == "device" for x in schema.arguments),
         may_broadcast=torch.Tag.pointwise in func.tags and not written,
         written=written,
@@ -363,7 +363,7 @@ _true_resize: Callable[[Any, int], Any] = torch.UntypedStorage.resize_
 
 
 def _reader() -> StackFrame | None:
-    """Where the program reads a value; None if the library does, for a check of its own."""
+    """The frame where the program reads a value; None if the library does, for a check."""
     passing = {__file__, str(Path(__file__).with_name("clock.py")), DTensor.item.__code__.co_filename}
     for frame in frames_of(sys._getframe(1)):
         if frame.is_user_code:
@@ -381,7 +381,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
 
 
 def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with the CPU for the device that it names: torch without CUDA refuses others before any op."""
+    """The function with the CPU as its device: torch without CUDA refuses others before any op."""
 
     def call(*args: object, **kwargs: object) -> Tensor:
         return function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
@@ -390,7 +390,7 @@ def _on_cpu(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _stand_in(value: object) -> object:
-    """The CPU for another device, which tensors without values are on; other values as they are."""
+    """The CPU in place of another device; other values unchanged."""
     return CPU if isinstance(value, str | torch.device) and torch.device(value).type != "meta" else value
 
 
@@ -434,7 +434,7 @@ def _as_meta(x: Tensor) -> Tensor:
 
 
 def _mapped(fn: Callable[[Tensor], Tensor], value: object) -> Any:
-    """The value with `fn` of each tensor in it."""
+    """The value with `fn` applied to each tensor in it."""
     if isinstance(value, Tensor):
         return fn(value)
     return type(value)([_mapped(fn, x) for x in value]) if isinstance(value, list | tuple) else value

@@ -19,16 +19,15 @@ from shardwise.simulation.result import Recorded
 
 
 class OneRank:
-    """One rank of a world. Every other rank is taken to send what this rank sends to itself.
+    """One rank of a world. Every other rank is assumed to send what this rank sends to itself.
 
-    So an exchange returns this rank's own slice once for each rank, shortened or padded with zeros to the size that
-    this rank expects, and a sum is that of equal tensors. Memory is taken, and held until the result is dropped, as by
-    the transport of processes.
+    An exchange returns this rank's slice once for each rank, shortened or padded with zeros to the expected size. A sum
+    adds equal tensors. Memory is allocated, and held until the result is dropped, as in the transport of processes.
     """
 
     def __init__(self, rank: int, world_size: int, recorded: Recorded) -> None:
         self._rank, self.world_size = rank, world_size
-        self.rank_reads: dict[StackFrame, None] = {}  # where the program calls `rank()`
+        self.rank_reads: dict[StackFrame, None] = {}  # frames where the program calls `rank()`
         self.owner = Owner(rank, world_size)
         self.ledger = Ledger(rank, values=False)
         self.threads = ThreadGuard(self.ledger)
@@ -36,7 +35,7 @@ class OneRank:
 
     @property
     def rank(self) -> int:
-        caller = sys._getframe(2)  # of `rank()`
+        caller = sys._getframe(2)  # the caller of `rank()`
         if is_user_file(caller.f_code.co_filename):
             self.rank_reads[StackFrame(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)] = None
         return self._rank
@@ -89,12 +88,12 @@ def _start_all_gather(x: Tensor, counts: Sequence[int], empty: Allocate) -> Wait
 
 
 def _finished(received: Tensor, sent: Tensor) -> Wait:
-    """Returns `received`, and keeps both tensors meanwhile."""
+    """Returns `received`; holds both tensors until then."""
     return lambda: (received, sent)[0]
 
 
 def _from_all(own: Tensor, counts: Sequence[int], allocate: Allocate) -> Tensor:
-    """A new tensor of `counts` elements of each rank: those of `own`, as far as it has them."""
+    """A new tensor of `counts` elements for each rank, copied from `own` as far as possible."""
     with torch.no_grad():
         received = allocate(sum(counts)).zero_()
         if received.is_floating_point():  # without values

@@ -1,4 +1,4 @@
-"""What a simulation finds: classes of equal ranks, with their memory and their collectives."""
+"""The result of a simulation: classes of equal ranks, with their memory and their collectives."""
 
 import re
 from collections import Counter, defaultdict
@@ -34,21 +34,21 @@ class Collective:
     """One collective of a rank."""
 
     kind: str  # such as "all_gather"
-    ranks: Ranks  # that take part
-    cause: str  # what it is for
+    ranks: Ranks  # participating ranks
+    cause: str  # its purpose
     sent_bytes: int  # by this rank, as `count_comms` counts it
-    received_bytes: int = 0  # of other ranks
+    received_bytes: int = 0  # from other ranks
     backward: bool = False  # whether backward called it
-    seconds: float = 0.0  # that it takes, modelled
+    seconds: float = 0.0  # modelled time
 
     @property
     def cause_of_layers(self) -> str:
-        """The cause with `*` for the numbers of layers and units, the same for all layers."""
+        """The cause with `*` for the indices of layers and units, equal for all layers."""
         return _NUMBER.sub("*", self.cause)
 
 
 class Recorded(Listener):
-    """Collects the collectives of a rank, and between which layouts it redistributes."""
+    """Collects the collectives of a rank, and the layouts of its redistributions."""
 
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
@@ -75,7 +75,7 @@ class Recorded(Listener):
 
 
 def sent_by_cause(collectives: Iterable[Collective]) -> dict[str, int]:
-    """What a rank sends for each cause, layers together; without checks and other exchanges of the library."""
+    """Bytes that a rank sends for each cause, summed over layers; without the library's checks."""
     found: Counter[str] = Counter()
     for one in collectives:
         if one.cause != OWN:
@@ -85,11 +85,11 @@ def sent_by_cause(collectives: Iterable[Collective]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that hold shards of the same shapes.
+    """Ranks whose shards have equal shapes.
 
     Attributes:
-        ranks: ascending; the first one was simulated.
-        memory: bytes at the peak of a step, by what they are for.
+        ranks: ascending; the first one is simulated.
+        memory: bytes at the peak of a step, by role.
         collectives: of one step, in order, as the first rank makes them.
         compute: seconds of the ops of a step; 0 without a topology.
     """
@@ -101,7 +101,7 @@ class RankClass:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a rank of this class holds at the peak of the step."""
+        """The bytes on a rank of this class at the peak of the step."""
         return sum(self.memory.values())
 
     @property
@@ -127,7 +127,7 @@ class Simulation(Report):
     Attributes:
         classes: each rank is in one of them.
         topology: the machine, if one was given.
-        assumptions: about code whose behaviour depends on values or ranks that are not simulated.
+        assumptions: about code that depends on missing values or on other ranks.
     """
 
     mesh: Mesh
@@ -142,12 +142,12 @@ class Simulation(Report):
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes that a rank of the fullest class holds at the peak of the step."""
+        """The bytes on a rank of the fullest class at the peak of the step."""
         return max(one.peak_bytes for one in self.classes)
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that the fullest rank needs beyond its memory; 0 if it fits, or without a topology."""
+        """The bytes that the fullest rank lacks; 0 if it fits, or without a topology."""
         return 0 if self.topology is None else max(0, self.peak_bytes - self.topology.memory)
 
     def axes(self, collective: Collective) -> str:
@@ -233,7 +233,7 @@ class Simulation(Report):
         return "\n".join(lines)
 
     def _fit(self, by_peak: Sequence[RankClass]) -> str:
-        """Whether all ranks have the memory that they need."""
+        """Whether all ranks have enough memory."""
         memory = self.topology.memory if self.topology else None
         full = by_peak if not self.missing_bytes else [x for x in by_peak if memory and x.peak_bytes > memory]
         ranks = sorted(rank for one in full for rank in one.ranks)

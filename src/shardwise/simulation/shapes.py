@@ -36,7 +36,7 @@ DATA_AXES = ("dp", "fs")
 class Options:
     """The options of a shape."""
 
-    layers: int | None = None  # as many as the model has
+    layers: int | None = None  # default: as many as the model has
     batch_size: int = 1  # examples of each shard of the batch
     context: int = 4096  # tokens of an example
     sequence_parallel: bool = False  # shard the activations between layers along the sequence dim
@@ -49,7 +49,7 @@ class Options:
                 raise ConfigError(f"{name} is {value}, expected 1 or more. Fix: give a positive number.")
 
     def check(self, mesh: Mesh, axes: Sequence[str]) -> None:
-        """Raise ConfigError if a mesh has other axes than these, or lacks those for an option."""
+        """Raise ConfigError if a mesh has other axes, or lacks an axis for an option."""
         names = mesh.names or ()
         wrong = None
         for name in names:
@@ -68,7 +68,7 @@ class Options:
 
 
 class BalancedExperts(MixtureOfExperts):
-    """Tokens choose all experts equally often, because a simulation has no scores to choose by."""
+    """Tokens choose all experts equally often: a simulation has no scores."""
 
     def route(self, tokens: Tensor) -> Routing:
         routing = super().route(tokens)
@@ -82,7 +82,7 @@ class BalancedExperts(MixtureOfExperts):
 def transformer(args: ModelArgs, options: Options, mesh: Mesh) -> Step:
     """AdamW on a Transformer that is tensor-parallel on the axis tp; other axes shard the batch.
 
-    With `num_experts`, each token chooses 2 experts, which ep shards, and tp along their hidden features.
+    With `num_experts`, each token chooses 2 experts. ep shards them, and tp their hidden features.
     """
     layers = args.n_layers if options.layers is None else options.layers
     model = Transformer(replace(args, n_layers=layers, max_seq_len=options.context))
@@ -124,7 +124,7 @@ def _shard(model: Transformer, mesh: Mesh, options: Options) -> None:
 
 
 def _data_mesh(mesh: Mesh) -> Mesh:
-    """The axes dp and fs of `mesh`, of the ranks with which this one shares its position on the others."""
+    """The axes dp and fs of `mesh`, of the ranks that share this rank's position on the others."""
     return mesh.submesh([name for name in mesh.names or () if name in DATA_AXES], collectives.rank())
 
 
@@ -134,7 +134,7 @@ def _longest_dim(parameter: nn.Parameter) -> Shard:
 
 
 class Recommender(nn.Module):
-    """The sums of rows of many tables, beside dense features, in one multi-layer perceptron."""
+    """Sums of rows of many tables, and dense features, in one multi-layer perceptron."""
 
     def __init__(self, num_tables: int, dim: int, dense: int) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def recommender(options: Options, mesh: Mesh, tables: int = 1000, rows: int = 1_
 
 
 def _distributed(local: Tensor, mesh: Mesh) -> DTensor:
-    """The batch of which this rank has `local`, sharded along dim 0 on every axis but tp."""
+    """The batch with the shard `local` on this rank, sharded along dim 0 on every axis but tp."""
     names = mesh.names or ()
     placements: list[Placement] = [REPLICATE if name == TENSOR_AXIS else Shard(0) for name in names]
     data_ranks = prod(size for name, size in zip(names, mesh.shape, strict=True) if name != TENSOR_AXIS)
@@ -201,8 +201,8 @@ class Shape(NamedTuple):
     """A step by its name."""
 
     build: Callable[[Options, Mesh], Step]
-    options: tuple[str, ...]  # that change it
-    axes: tuple[str, ...]  # of the mesh
+    options: tuple[str, ...]  # options that change it
+    axes: tuple[str, ...]  # axes of the mesh
 
 
 _OPTIONS = ("layers", "batch_size", "context", "fully_shard")

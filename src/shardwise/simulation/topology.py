@@ -1,4 +1,4 @@
-"""The machine that a plan is for: hosts, ranks, memory, links, and how fast a rank computes and looks up rows."""
+"""The machine of a plan: hosts, ranks, memory, links, and how fast a rank computes and looks up rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class Link:
     """A link between ranks.
 
     Args:
-        bytes_per_second: inside a host, that each rank receives; between hosts, that cross the link of a host.
+        bytes_per_second: inside a host, of each receiving rank; between hosts, of a host's link.
         latency: seconds of a collective of no bytes between two ranks.
         latency_per_rank: seconds of each further rank.
     """
@@ -33,7 +33,7 @@ class Link:
         _check(self, "Link", positive=("bytes_per_second",), others=("latency", "latency_per_rank"))
 
     def _costs(self, unit: float) -> dict[str, Cost]:
-        """The cost of each collective, in bytes of a link of `unit` bytes per second; an all-reduce has two rounds."""
+        """The cost of each collective, in bytes on a link of `unit` bytes per second; an all-reduce has two rounds."""
         once = Cost(self.latency * unit, unit / self.bytes_per_second, self.latency_per_rank * unit)
         twice = once._replace(latency=2 * once.latency, per_rank=2 * once.per_rank)
         return dict.fromkeys(COLLECTIVES, once) | {"all_reduce": twice}
@@ -47,7 +47,7 @@ class Topology:
         Topology.preset("H100", hosts=2)
         Topology.preset("A100", ranks_per_host=4, memory=40 << 30)
 
-    Ranks of one host are `ranks_per_host` consecutive ones.
+    Ranks of a host are `ranks_per_host` consecutive ones.
 
     Args:
         hosts: how many.
@@ -59,14 +59,13 @@ class Topology:
         memory_bandwidth: bytes that a rank reads or writes in a second, in order.
         lookup_bandwidth: bytes of rows that a rank looks up in a second.
         device_type: of the ranks: "cuda" or "cpu".
-        measured: costs of collectives that are used in place of the links, such as of `shardwise doctor --calibrate`.
-        message_bandwidth: bytes of sums of rows that a rank makes, or copies into messages, in a second; None:
-            `memory_bandwidth`.
+        measured: costs of collectives that replace the links, for example of `shardwise doctor --calibrate`.
+        message_bandwidth: bytes per second of sums of rows, and of copies into messages; None: `memory_bandwidth`.
         update_bandwidth: bytes of gradients, rows and states of an update in a second; None: `lookup_bandwidth`.
-        alone: how many times as fast a rank is while the others of its host wait, as where ranks share cores.
+        alone: how many times as fast a rank is while the others of its host wait, for ranks that share cores.
 
     Raises:
-        ConfigError: a number that no machine has.
+        ConfigError: an impossible number.
     """
 
     hosts: int
@@ -95,8 +94,8 @@ class Topology:
     ) -> "Topology":
         """A common machine: A100 (80 GB), H100, H200, or cpu.
 
-        Speeds are those that programs reach, not peaks: 0.6 of the FLOP/s in bfloat16, 0.8 of memory bandwidth and of
-        NVLink, and 0.8 of the network; a lookup of rows reaches half of the memory bandwidth (both shares assumed).
+        Speeds are those that programs reach, not peaks: 0.6 of the FLOP/s in bfloat16, 0.8 of memory bandwidth, of
+        NVLink, and of the network; a lookup of rows reaches half of the memory bandwidth (both shares assumed).
         Latencies are the constants of torch 2.13 (`torch/distributed/tensor/_collective_utils.py`).
 
         Sources of the peaks: NVIDIA's data sheets of A100 80GB SXM (312 TFLOP/s, 2.039 TB/s, NVLink 300 GB/s each way),
@@ -111,7 +110,7 @@ class Topology:
             memory: bytes of a rank; None: those of the machine.
 
         Raises:
-            ConfigError: an unknown name, or a number that no machine has.
+            ConfigError: an unknown name, or an impossible number.
         """
         known = {key.lower(): value for key, value in PRESETS.items()}
         if name.lower() not in known:
@@ -128,9 +127,9 @@ class Topology:
 
     @checked
     def with_costs_of(self, path: str | Path) -> "Topology":
-        """The topology with the costs of collectives, and the speeds of ranks, of `shardwise doctor --calibrate`.
+        """The topology with costs of collectives, and speeds of ranks, measured by `shardwise doctor --calibrate`.
 
-        A file without speeds leaves those of the topology.
+        Without speeds in the file, the topology keeps its own.
 
         Raises:
             ConfigError: it cannot be read, or was measured on devices of another type.
@@ -150,7 +149,7 @@ class Topology:
 
     @cached_property
     def costs(self) -> Costs:
-        """What collectives cost here: `costs.seconds` is their time, and redistributions are planned by it."""
+        """The costs of collectives: `costs.seconds` is their time, by which redistributions are planned."""
         per_host = self.ranks_per_host if self.hosts > 1 else None
         if self.measured is not None:
             return replace(self.measured, ranks_per_host=per_host)
@@ -168,7 +167,7 @@ def _check(of: object, kind: str, positive: tuple[str, ...], others: tuple[str, 
 
 
 def _gpu(memory: int, flops: float, memory_bandwidth: float, nvlink: float, network: float) -> Topology:
-    """A host of 8 GPUs, of peaks: FLOP/s, bytes per second of memory, of NVLink each way, of all network cards."""
+    """A host of 8 GPUs, from peaks: FLOP/s, bytes per second of memory, of NVLink each way, of all network cards."""
     return Topology(
         hosts=1,
         ranks_per_host=8,

@@ -22,7 +22,7 @@ _LONGEST = 300  # characters of a value in a note
 
 
 def as_dtensor(x: object) -> DTensor:
-    """Torch's functions are typed to return plain tensors; on DTensors they return DTensors."""
+    """Cast to DTensor: torch's functions are typed to return plain tensors."""
     assert isinstance(x, DTensor), type(x)
     return x
 
@@ -44,12 +44,12 @@ class TensorAssertions(unittest.TestCase):
     ) -> None:
         """Fail unless both are equal; tensors may differ by torch's tolerance for their dtype.
 
-        All ranks of a DTensor's mesh must call this together, for it gathers.
+        All ranks of a DTensor's mesh must call this together: it gathers.
 
         Args:
-            atol, rtol: largest absolute and relative difference; give both or none.
-            equal_nan: two that are not a number are equal.
-            exact_dtype, exact_device: whether those must be equal as well.
+            atol, rtol: largest absolute and relative difference; give both or neither.
+            equal_nan: NaN equals NaN.
+            exact_dtype, exact_device: whether these must be equal as well.
         """
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((first, second))):
             super().assertEqual(first, second, msg)  # noqa: PT009 - what it is built on
@@ -84,7 +84,7 @@ def note_values(error: BaseException) -> None:
 
 
 def _values_in(node: ast.AST, known: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The names, and attributes of names, of an expression with their values, in the order of the text."""
+    """The names, and attributes of names, of an expression with their values, in order."""
     value = _looked_up(node, known)
     if value is None or callable(value) or isinstance(value, ModuleType):
         for child in ast.iter_child_nodes(node):
@@ -94,7 +94,7 @@ def _values_in(node: ast.AST, known: Mapping[str, object]) -> Iterator[tuple[str
 
 
 def _looked_up(node: ast.AST, known: Mapping[str, object]) -> object:
-    """Attributes of tensors are not read: reading a gradient communicates."""
+    """The value of an expression. Attributes of tensors are not read: reading a gradient communicates."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     owner = _looked_up(node.value, known) if isinstance(node, ast.Attribute) else None

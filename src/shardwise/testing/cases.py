@@ -32,20 +32,20 @@ __unittest = True  # unittest leaves the frames of such modules out of its repor
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
-"""`"cuda"` where torch sees a GPU, else `"cpu"`."""
+"""`"cuda"` if torch sees a GPU, else `"cpu"`."""
 DEVICE_COUNT = torch.cuda.device_count()
-"""How many GPUs torch sees."""
+"""The number of GPUs that torch sees."""
 PG_BACKEND = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
 """The backend of the process group of a test."""
 NUM_DEVICES = min(4, DEVICE_COUNT) if DEVICE_COUNT > 1 else 4
-"""How many ranks a test has that does not say it: 4, or as many GPUs as there are."""
+"""The default number of ranks of a test: 4, or the number of GPUs."""
 
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 _SEED = 1234
 
 
 def skip_unless_torch_gpu(method: F) -> F:
-    """Decorate a test, or a class of them: it is skipped unless there are `NUM_DEVICES` GPUs."""
+    """Skip a test, or a class of tests, unless there are `NUM_DEVICES` GPUs."""
     return unittest.skipUnless(DEVICE_COUNT >= NUM_DEVICES, f"Need at least {NUM_DEVICES} CUDA devices")(method)
 
 
@@ -55,12 +55,12 @@ class _TestRun:
 
     test_class: Reference | type["RankedTestCase"]
     method: str
-    attributes: bytes  # those that setUp made, pickled
+    attributes: bytes  # attributes from setUp, pickled
     unpicklable: Mapping[str, str]  # why others of them cannot be pickled, by name
     fingerprinted: bool  # ranks compare their collectives before they make them, as simulated ranks always do
 
     def on_this_rank(self) -> tuple[str | None, int]:
-        """Run the test; why it was skipped, if it was, and the size of the world it left behind."""
+        """Run the test. Returns why it was skipped, or None, and the size of the world after it."""
         test_class = self.test_class.resolve() if isinstance(self.test_class, Reference) else self.test_class
         case: RankedTestCase = test_class(self.method)
         case.rank = rank()
@@ -89,7 +89,7 @@ class _TestRun:
 
 
 def _skip_if_skipped(reasons: Sequence[str | None]) -> None:
-    """Skip the test if all ranks did; an error if only some of them did."""
+    """Skip the test if all ranks skip it; raise if only some of them do."""
     skipped = [str(rank) for rank, reason in enumerate(reasons) if reason is not None]
     ran = [str(rank) for rank, reason in enumerate(reasons) if reason is None]
     if skipped and ran:
@@ -104,12 +104,12 @@ def _skip_if_skipped(reasons: Sequence[str | None]) -> None:
 class RankedTestCase(TensorAssertions):
     """A test case whose test methods run once on each rank of a world; see `DTensorTestBase`, `DTensorOpTestBase`.
 
-    `setUp` and `tearDown` run once, where the test is started. Each rank works on an instance of its own with copies
-    of the attributes that `setUp` made, and torch's generator starts from the same seed on all.
+    `setUp` and `tearDown` run once, in the calling process. Each rank works on its own instance with copies of the
+    attributes that `setUp` made, and torch's generators start from one seed.
 
     Attributes:
         timeout: seconds a test may take; ranks that have not returned by then are reported as a deadlock.
-        rank: of this instance; -1 where the test is started.
+        rank: of this instance; -1 in the calling process.
     """
 
     MAIN_PROCESS_RANK = -1
@@ -160,12 +160,12 @@ class RankedTestCase(TensorAssertions):
 
     @property
     def world_size(self) -> int:
-        """How many ranks a test of this class has."""
+        """The number of ranks of a test of this class."""
         return NUM_DEVICES
 
     @property
     def device_type(self) -> str:
-        """Where tensors of a test live."""
+        """The device of a test's tensors."""
         return DEVICE_TYPE
 
     def build_device_mesh(self) -> Any:
@@ -193,7 +193,7 @@ class RankedTestCase(TensorAssertions):
     def _test_op(
         self, mesh: Mesh | DeviceMesh, op_call: Callable[..., object], *args: object, **kwargs: object
     ) -> None:
-        """Compare `op_call` of plain tensors with that of DTensors, in every combination of the converter."""
+        """Compare `op_call` of plain tensors with `op_call` of DTensors, in every combination of the converter."""
         expected = op_call(*args, **kwargs)
         converter = DTensorConverter(mesh, args, kwargs)
         for d_args, d_kwargs in converter:
@@ -208,7 +208,7 @@ class RankedTestCase(TensorAssertions):
 class DTensorOpTestBase(RankedTestCase):
     """Tests on simulated ranks: threads of this process that take turns, ready in milliseconds.
 
-    They are ranks of shardwise (`shardwise.rank`, meshes, DTensors); `torch.distributed` itself does not know them.
+    They are ranks of shardwise (`shardwise.rank`, meshes, DTensors); `torch.distributed` does not know them.
     """
 
     def _run_on_ranks(self, test: Callable[[], object]) -> None:
@@ -222,7 +222,7 @@ class DTensorTestBase(RankedTestCase):
     """Tests on real processes, which are started once for each size of the world and kept from test to test.
 
     A test class must be found by its name in its module. The processes are in a world of `torch.distributed` from the
-    start; `init_pg` only makes sure of it, and `destroy_pg` waits for all ranks.
+    start; `init_pg` only checks this, and `destroy_pg` waits for all ranks.
     """
 
     @property
@@ -261,10 +261,10 @@ class DTensorTestBase(RankedTestCase):
         return wanted
 
     def init_pg(self, eager_init: bool = False, backend: str | None = None) -> None:
-        """Make sure that this rank is in the world of its test, and that the transport of that is `backend`, if given.
+        """Check that this rank is in the world of its test, and that its transport is `backend`, if given.
 
         Raises:
-            RuntimeError: no such world.
+            RuntimeError: there is no such world.
         """
         if world_size() != self.world_size:
             raise RuntimeError("This test has left its world. Fix: do not end the process group in a test.")
@@ -286,11 +286,11 @@ def with_comms(eager_init: bool = ..., backend: str | None = ...) -> Callable[[F
 def with_comms(eager_init: bool | F = False, backend: str | None = None) -> F | Callable[[F], F]:
     """Decorate a test method, with or without arguments: `init_pg` before it and `destroy_pg` after it.
 
-    Where the case has no `init_pg`, as on simulated ranks, the test runs as it is.
+    If the case has no `init_pg`, as on simulated ranks, the test runs unchanged.
 
     Args:
-        eager_init: handed to `init_pg`.
-        backend: of the processes the test runs on; None is that of the case.
+        eager_init: passed to `init_pg`.
+        backend: of the processes that run the test; None: the case's.
     """
     if callable(eager_init):
         return with_comms()(eager_init)

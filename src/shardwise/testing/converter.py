@@ -21,30 +21,30 @@ Placements = tuple[Placement, ...]
 @checked_init
 @dataclass(eq=False)
 class DTensorConverter:
-    """Goes through the arguments of a call as DTensors, once for every combination of placements of its tensors.
+    """Converts the arguments of a call to DTensors, once for every combination of placements of its tensors.
 
     ```
     for d_args, d_kwargs in DTensorConverter(mesh, args, kwargs):
         torch.testing.assert_close(op(*d_args, **d_kwargs).full_tensor(), op(*args, **kwargs))
     ```
 
-    Without further arguments the placements are those of torch's converter: Replicate, and even shards of each dim.
-    On a mesh with several axes each axis has these choices, and all combinations that are a layout are tried.
+    By default the placements are those of torch's converter: Replicate, and even shards of each dim. On a mesh with
+    several axes each axis has these choices, and all combinations that are layouts are tried.
 
     Args:
         mesh: a `Mesh` or torch's `DeviceMesh`.
-        args, kwargs: of the call; tensors in lists, tuples and dicts are found. All ranks give the same values.
+        args, kwargs: of the call; tensors in lists, tuples and dicts are found. All ranks pass equal values.
         replicate_only: only Replicate.
         uneven: also uneven shards, none of them empty: torch's, and one of explicit sizes.
-        empty: also layouts with empty shards: torch's, and one with all rows on the last rank.
+        empty: also layouts with empty shards: torch's, and all rows on the last rank.
         partial: also `Partial`: local tensors that add up to the value, for floating and complex tensors.
         bools: also shard boolean tensors.
 
     Attributes:
-        hit: tensors that were converted so far.
-        miss: tensors that were left as they are because they cannot be: sparse, quantised, nested, conjugated or
-            negated views, on the meta device, or of another subclass of Tensor.
-        placements: of each tensor in the present combination, for the message of a failure.
+        hit: number of tensors converted so far.
+        miss: number of tensors that cannot be converted: sparse, quantised, nested, conjugated or negated views, on the
+            meta device, or of another subclass of Tensor.
+        placements: of each tensor in the present combination, for error messages.
     """
 
     mesh: Mesh | DeviceMesh
@@ -67,7 +67,7 @@ class DTensorConverter:
         self.sharding_combs: Iterator[tuple[Placements, ...]] = itertools.product(*map(self.layouts_for_arg, tensors))
 
     def successful(self) -> bool:
-        """Whether tensors were converted, and none was left as it is."""
+        """Whether tensors were converted, and none was missed."""
         return self.hit > 0 and self.miss == 0
 
     def is_supported_tensor(self, t: Tensor) -> bool:
@@ -101,7 +101,7 @@ class DTensorConverter:
                 yield Shard(dim, (*[0] * (positions - 1), length))
 
     def layouts_for_arg(self, arg: Tensor) -> Sequence[Placements]:
-        """The placements to try, one an axis: what the choices for an axis combine to, where that is wanted."""
+        """The layouts to try, one placement an axis: the combinations of the choices for axes."""
         mesh = as_mesh(self.mesh)
         if not self._can_convert(arg):
             return [(REPLICATE,) * mesh.ndim]
@@ -127,7 +127,7 @@ class DTensorConverter:
         return args, kwargs
 
     def to_dist_tensor(self, t: Tensor, mesh: Mesh | DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-        """`t` as a DTensor, without communication, or `t` itself where that cannot be; counts a hit or a miss.
+        """`t` as a DTensor, without communication, or `t` itself if impossible; counts a hit or a miss.
 
         Raises:
             TypeError: `t` is not a tensor.

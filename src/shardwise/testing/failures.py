@@ -15,7 +15,7 @@ LATE = "Fix: correct what the ranks that have not finished do there, or allow mo
 
 
 class DeadlockError(ShardwiseError, RuntimeError):
-    """Ranks that wait for each other for ever, or did not finish in time; the text has the state of each."""
+    """Ranks that wait for each other for ever, or did not finish in time; the text has the state of each rank."""
 
 
 class SendError(ShardwiseError, TypeError):
@@ -26,9 +26,9 @@ _CONSEQUENCES = (RemoteRankError, DeadlockError)  # raised on a rank because of 
 
 
 def first_error(errors: Mapping[int, BaseException], world: str) -> BaseException:
-    """The error to raise for a run of `world` ranks: that of the lowest that failed by itself, with notes on others.
+    """The error of the lowest rank of `world` that failed by itself, with notes on other ranks.
 
-    A failing test shows the frames of its author: pytest leaves out modules that say so, but with --full-trace.
+    A failing test shows its author's frames: pytest hides those of shardwise, except with --full-trace.
     """
     own = {rank: error for rank, error in errors.items() if not isinstance(error, _CONSEQUENCES)} or errors
     first = min(own)

@@ -30,11 +30,11 @@ def mesh_position(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
 def local_shards(
     full: Tensor, mesh: Mesh, placements: Sequence[Placement], rank: int, order: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """The shards of `full` on `rank`: one axis of the mesh after the other divides what the axes before left."""
+    """The shards of `full` on `rank`: each axis of the mesh divides the shard of the axes before."""
     here = mesh_position(mesh, rank)
     if here is None:
         return []
-    outer = [0] * max(full.ndim, 1)  # index of the shard that the axes before left of each dim
+    outer = [0] * max(full.ndim, 1)  # index of each dim's shard after the axes before
     shard = full
     for axis in range(mesh.ndim) if order is None else order:
         placement, position, positions = placements[axis], here[axis], mesh.shape[axis]
@@ -61,14 +61,14 @@ def _split(x: Tensor, dim: int, placement: Shard, positions: int, outer: int) ->
 
 
 def as_local_tensor(shards: Sequence[Tensor], full: Tensor) -> Tensor:
-    """How a rank stores its shards: one as it is, several flattened and concatenated, none as zero rows."""
+    """A rank's shards as it stores them: one as it is, several flattened and concatenated, none as zero rows."""
     if len(shards) == 1:
         return shards[0].clone(memory_format=torch.contiguous_format)
     return torch.cat([shard.reshape(-1) for shard in shards]) if shards else full.new_empty((0, *full.shape[1:]))
 
 
 def local_tensor(full: Tensor, layout: Layout, rank: int) -> Tensor:
-    """A copy of what `rank` stores of `full`."""
+    """A copy of the local tensor of `full` on `rank`."""
     return as_local_tensor(local_shards(full, layout.mesh, layout.placements, rank, layout.shard_order), full)
 
 
@@ -81,7 +81,7 @@ def dtensor_from_full(x: Tensor, layout: Layout | None, seed: int = SEED) -> Ten
 
 
 def partial_index(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The position of `rank` on the Partial axes; of a rank outside the mesh the first, of which it holds nothing."""
+    """The position of `rank` on the Partial axes; outside the mesh the first one, of which the rank holds nothing."""
     here = mesh_position(layout.mesh, rank) or (0,) * layout.mesh.ndim
     return tuple(here[axis] for axis in layout.partial_axes)
 
@@ -93,9 +93,9 @@ def partial_indices(layout: Layout) -> list[tuple[int, ...]]:
 def partial_values(x: Tensor, layout: Layout, seed: int = SEED) -> dict[tuple[int, ...], Tensor]:
     """Values on the Partial axes of `layout` that reduce to exactly `x`, in any order; `x` itself without such axes.
 
-    Sums and averages: of each element one position holds twice the value plus noise, another its negative minus the
-    noise, the rest 0. Noise is added where few digits make that exact. Maxima, minima and products: one position
-    holds the element, the others something neutral beside it.
+    Sums and averages: for each element one position holds twice the value plus noise, another its negative minus the
+    noise, the rest 0. Noise is added where few digits keep that exact. Maxima, minima and products: one position holds
+    the element, the others a neutral value.
     """
     keys = partial_indices(layout)
     reductions = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}

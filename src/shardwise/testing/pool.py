@@ -65,7 +65,7 @@ def run_on_processes(
 
 
 def renew_pool(size: int, backend: str = "gloo") -> None:
-    """Let the processes of a world join a new one, or end them where they cannot; see `Pool.regroup`."""
+    """Make the processes of a world join a new one, or end them if they cannot; see `Pool.regroup`."""
     if not _pools[size, backend].regroup():
         close_pool(size, backend)
 
@@ -89,7 +89,7 @@ class Pool:
 
     def __init__(self, size: int, backend: str) -> None:
         self.size = size
-        self.worlds = 0  # that these processes have joined
+        self.worlds = 0  # worlds that these processes have joined
         self.answers: Answers = {}
         self.store = MemoryFile()
         self.stacks = [MemoryFile() for _ in range(size)]
@@ -105,13 +105,13 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they are doing."""
         self.ranks.end()
         for file in (self.store, *self.stacks):
             file.close()
 
     def run(self, order: Task | str, timeout: float, what: str) -> list[Any]:
-        """What ranks answer, in their order. After an error the pool is of no use until it has regrouped."""
+        """The ranks' answers in rank order. After an error, call `regroup` before the next run."""
         __tracebackhide__ = True
         self.ranks.send(pickle.dumps(order))
         self.answers = {}
@@ -119,9 +119,9 @@ class Pool:
         return self._values(timeout, what)
 
     def regroup(self) -> bool:
-        """After an error: let the ranks join another world, for collectives of this one may be half done.
+        """Make the ranks join another world after an error: collectives of this one may be half done.
 
-        False where a rank hangs or is dead; the next run then needs other processes.
+        False if a rank hangs or is dead; the next run then needs new processes.
         """
         if any(isinstance(answer, Failure) for answer in self.answers.values()):
             self._collect(_PATIENCE_SECONDS)
@@ -141,7 +141,7 @@ class Pool:
         self.ranks.collect(self.answers, lambda answer: isinstance(answer, Failure), _GRACE_SECONDS, timeout)
 
     def _values(self, timeout: float, what: str) -> list[Any]:
-        """What the ranks returned. A death is raised first: it makes the peers fail, or wait."""
+        """The ranks' results. A death is raised first: it makes other ranks fail, or wait."""
         __tracebackhide__ = True
         deaths = {rank: answer for rank, answer in sorted(self.answers.items()) if isinstance(answer, Death)}
         failures = {rank: answer for rank, answer in self.answers.items() if isinstance(answer, Failure)}
@@ -178,7 +178,7 @@ class Pool:
 
 
 def _revive(failure: Failure) -> BaseException:
-    """The exception a rank raised, with the traceback it had there in a note."""
+    """The exception of a rank, with its traceback in a note."""
     error: BaseException = ShardwiseError(f"{failure.summary} (this exception cannot be pickled)")
     if failure.pickled is not None:
         error = pickle.loads(failure.pickled)  # noqa: S301 - from our own child

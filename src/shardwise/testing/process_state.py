@@ -1,6 +1,6 @@
-"""What torch keeps per process, of which each simulated rank has its own: generators and settings.
+"""Torch's state per process, of which each simulated rank has its own: generators and settings.
 
-Context managers such as `sdpa_kernel` restore what they found. Ranks that take turns inside would find each other's.
+Context managers such as `sdpa_kernel` restore the previous value. Ranks that take turns inside would mix theirs.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ States = tuple[Tensor, ...]  # of the CPU, then of the accelerator's current dev
 
 
 def settings() -> tuple[Any, ...]:
-    """What each of SETTINGS is."""
+    """The values of SETTINGS."""
     return tuple(read() for read, _ in SETTINGS)
 
 
@@ -52,7 +52,7 @@ def process_state() -> tuple[States, tuple[Any, ...]]:
 
 
 def set_process_state(state: tuple[States, tuple[Any, ...]]) -> None:
-    """Go on from `state`. An accelerator that was not in use then starts from the seed, as in its first use."""
+    """Restore `state`. An accelerator that was not in use then starts from the seed, as at its first use."""
     (cpu, *others), accelerator = state[0], _accelerator()
     torch.set_rng_state(cpu)
     if accelerator is not None and accelerator.is_initialized():

@@ -1,4 +1,4 @@
-"""Threads and tasks of executors belong to the simulated rank that started them, as those of a process do.
+"""Threads and tasks of executors belong to the simulated rank that started them, as to a process.
 
 While simulated ranks run, `threading.Thread.start` and `ThreadPoolExecutor.submit` are replaced: Python has no hook for
 either.
@@ -18,14 +18,14 @@ from shardwise._collectives import outside_ranks, rank_of_thread
 P = ParamSpec("P")
 T = TypeVar("T")
 _lock = threading.Lock()
-_worlds: list[object] = []  # that are running
+_worlds: list[object] = []  # running worlds
 _patches = ExitStack()
 _start, _submit = threading.Thread.start, ThreadPoolExecutor.submit
 
 
 @contextmanager
 def threads_belong_to_ranks() -> Iterator[None]:
-    """Inside, which may be entered by several threads, threads and tasks belong to the rank that starts them."""
+    """Inside, threads and tasks belong to the rank that starts them; several threads may enter."""
     world = object()
     with _lock:
         if not _worlds:
@@ -42,7 +42,7 @@ def threads_belong_to_ranks() -> Iterator[None]:
 
 
 def start(self: threading.Thread) -> None:
-    """`Thread.start`, for a thread that belongs to the rank of this one."""
+    """`Thread.start` for a thread that belongs to this thread's rank."""
     rank = rank_of_thread()
     if rank is not None:
         vars(self)["run"] = _belonging(rank, self.run)
@@ -50,7 +50,7 @@ def start(self: threading.Thread) -> None:
 
 
 def submit(self: ThreadPoolExecutor, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """`ThreadPoolExecutor.submit`, for a task that belongs to the rank of this thread; its worker serves all ranks."""
+    """`ThreadPoolExecutor.submit` for a task that belongs to this thread's rank; its worker serves all ranks."""
     rank = rank_of_thread()
     if rank is None:
         return _submit(self, fn, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""How a function is sent to another process that can import its module: by name."""
+"""References to functions by name, for processes that can import their module."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,7 @@ _MAX_WRAPPERS = 50
 
 @dataclass(frozen=True)
 class Reference:
-    """Where to find a function: module, name in it, and how many decorators are around it there."""
+    """Reference to a function: module, name in it, and how many decorators are around it."""
 
     module: str
     file: str | None
@@ -75,13 +75,13 @@ def _lookup(module: ModuleType, name: str) -> object:
 
 
 def _inside(decorated: object) -> object:
-    """What a decorator was put on; Hypothesis keeps it in a place of its own."""
+    """The function inside a decorator; Hypothesis stores it elsewhere."""
     given = getattr(decorated, "hypothesis", None)
     return getattr(decorated, "__wrapped__", None) or getattr(given, "inner_test", None)
 
 
 def _load(name: str, file: str | None) -> ModuleType:
-    """Import `name`; where that is another file or not on the path, as pytest allows, import `file` as it."""
+    """Import `name`; if that is another file or not on the path, as pytest allows, import `file` under this name."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:

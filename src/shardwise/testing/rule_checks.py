@@ -31,7 +31,7 @@ OTHERS = ("max", "min", "product")  # reductions whose gradients depend on which
 
 @dataclass
 class Tally:
-    """How many combinations were run, how many an in-place op or its rule refused, and how often each row was taken."""
+    """Numbers of combinations that ran, of refused ones (by an in-place op or a rule), and of uses of each row."""
 
     cases: int = 0
     refused: int = 0
@@ -53,20 +53,20 @@ def check_rows(
     """Run every row of an op's rule and compare it with one process: values, shapes, dtypes and gradients.
 
     On simulated ranks (by default 1, 2, 3, 4 and a 2 x 2 mesh), the tensor arguments are laid out as in each row, and
-    in combinations of replicated, evenly and unevenly sharded, with empty shards, and as Partial sums.
+    in combinations: replicated, evenly and unevenly sharded, with empty shards, and as Partial sums.
 
     Args:
-        op: what users call; it draws no random numbers. Pass small arguments: dims of 5 and 3 are sharded unevenly; try
-            dims of 0 as well.
+        op: the function that users call; it draws no random numbers. Pass small arguments: dims of 5 and 3 are sharded
+            unevenly; try dims of 0 as well.
         args, kwargs: of the op, with full tensors.
-        gradients: whether to compare those of floating point arguments as well.
-        constant: indices of the tensor arguments that take no gradient.
-        tolerance: relative and absolute; None is that of the dtype.
-        meshes: the ranks to try.
-        limit: combinations of layouts for each mesh, those of rows included.
+        gradients: whether to compare gradients of floating point arguments as well.
+        constant: indices of the tensor arguments without gradients.
+        tolerance: relative and absolute; None: the dtype's.
+        meshes: the meshes to try.
+        limit: combinations of layouts for each mesh, with those of rows.
 
     Returns:
-        How many combinations ran, and how often each row was taken.
+        The number of combinations that ran, and of calls that took each row.
 
     Raises:
         AssertionError: a difference, or a row that was never taken; names the layouts, the rank and the rows.
@@ -94,7 +94,7 @@ Seen = tuple[list[Any], list[Tensor | None]]  # results and gradients, full
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of an op, and what of it is compared."""
+    """A call of an op, and its values to compare."""
 
     op: Callable[..., Any]
     rule: OpRule
@@ -109,13 +109,13 @@ class _Call:
         return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
 
     def on(self, tensors: Sequence[object]) -> tuple[Args, Kwargs]:
-        """The arguments with others in place of the tensors."""
+        """The arguments with `tensors` in place of their tensors."""
         rest = iter(tensors)
         found: tuple[Args, Kwargs] = pytree.tree_map_only(Tensor, lambda _: next(rest), (self.args, self.kwargs))
         return found
 
     def rows(self, placements: dict[int, Placement]) -> list[Row]:
-        """The rows for operands of these placements, by position; others are replicated. Empty if it is refused."""
+        """The rows for operands of these placements, by position; others are replicated. Empty if refused."""
         metas = [Meta(tuple(x.shape), x.dtype, placements.get(i, REPLICATE)) for i, x in enumerate(self.tensors)]
         args, kwargs = self.on(metas)
         try:
@@ -124,7 +124,7 @@ class _Call:
             return []
 
     def chosen(self, layouts: Sequence[Layout]) -> tuple[Row, ...] | None:
-        """The row of each axis, none if the op runs on other layouts; None if the rule refuses these."""
+        """The row of each axis; empty if the op runs on other layouts, None if the rule refuses these."""
         operands = [Operand(layout, x.dtype) for layout, x in zip(layouts, self.tensors, strict=True)]
         args, kwargs = self.on([Slot(i) for i in range(len(operands))])
         try:
@@ -152,7 +152,7 @@ class _Call:
         """Compare the call in these layouts on this rank with one process.
 
         Returns:
-            The rows that it takes; None if it is refused.
+            The rows that the call takes; None if it is refused.
         """
         rows = self.chosen(layouts)
         if rows is None:
@@ -169,7 +169,7 @@ class _Call:
         for number, (got, want) in enumerate(zip(results, expected[0], strict=True)):
             self._assert_close(got, want, f"result {number} differs ({where})")
         for number, (got, want, layout) in enumerate(zip(grads, expected[1], layouts, strict=True)):
-            # Of equal maxima on several ranks others are chosen than in one process.
+            # Among equal maxima on several ranks, the choice differs from one process.
             if want is not None and not any(
                 isinstance(p, Partial) and p.reduce_op in OTHERS for p in layout.placements
             ):
@@ -187,7 +187,7 @@ class _Call:
 
 
 def _full(x: Any) -> Any:
-    """The full tensor of a result, whose local tensor has the shape that its layout says."""
+    """The full tensor of a result; checks that its local tensor has the shape of its layout."""
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, DTensor):
@@ -198,12 +198,12 @@ def _full(x: Any) -> Any:
 
 
 def _cotangent(out: Tensor) -> Tensor:
-    """A plain gradient for `out`, without regularity."""
+    """An irregular plain gradient for `out`."""
     return torch.arange(1, out.numel() + 1, dtype=torch.float64).sin().view(out.shape).to(out.dtype)
 
 
 def _is_possible(x: Tensor, placement: Placement) -> bool:
-    """Whether `x` can have local tensors that are reduced so."""
+    """Whether `x` has local tensors for this reduction."""
     if not isinstance(placement, Partial) or x.is_floating_point():
         return True
     return placement.reduce_op not in ("max", "min") if x.is_complex() else x.dtype not in (torch.bool, torch.uint8)
@@ -231,7 +231,7 @@ def _layouts(call: _Call, mesh: Mesh, limit: int) -> list[tuple[Layout, ...]]:
 
 
 def _of_row(row: Sequence[Placement], tensors: Sequence[Tensor], mesh: Mesh) -> Iterator[list[tuple[Placement, ...]]]:
-    """The operands as in a row: on every axis, on the first one, and on one axis with uneven shards."""
+    """The operands in a row's placements: on every axis, on the first one, and on one axis with uneven shards."""
     yield [(p,) * mesh.ndim for p in row]
     if mesh.ndim > 1:
         yield [(p, *(REPLICATE,) * (mesh.ndim - 1)) for p in row]

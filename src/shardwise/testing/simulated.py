@@ -1,8 +1,8 @@
 """Ranks as threads of one process that take turns.
 
-One rank runs until it waits in a collective or ends; then the rank that has been ready for longest has its turn.
-So nothing here needs a lock, a run is repeatable, each rank has its own torch generator and settings, and a deadlock is
-the moment when no rank is ready.
+One rank runs until it waits in a collective or ends; then the rank that has been ready for longest runs. So this file
+needs no locks, a run is repeatable, each rank has its own torch generator and settings, and a deadlock is the moment
+when no rank is ready.
 """
 
 import contextvars
@@ -55,7 +55,7 @@ def run_on_threads(
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank whose run has been given up."""
+    """Ends a rank whose run was stopped."""
 
 
 class _Rank:
@@ -89,10 +89,10 @@ class _Rank:
         return torch.device("cpu")
 
     def compare_calls(self, log: CallLog, record: "array[int]") -> None:
-        """Nothing yet: calls are compared when all ranks have joined."""
+        """Do nothing yet: calls are compared when all ranks have joined."""
 
     def share_note(self, note: Note) -> None:
-        """Compare a note with that of the first rank that had one of this key."""
+        """Compare a note with the note of the first rank with this key."""
         first = self.simulation.first_ledgers.setdefault(note.key, self.ledger)
         first.read(self.rank, note.key, note.contents)
         found, first.different = first.different, None  # a program that catches the error goes on
@@ -104,7 +104,7 @@ class _Rank:
         return lambda: received
 
     def state(self) -> str:
-        """What this rank is doing, for a report; its thread must be waiting, or running Python code."""
+        """The state of this rank, for a report; its thread must be waiting, or running Python code."""
         if self.error is not None:
             return f"failed: {summary(self.error)}"
         if self.ended:
@@ -114,19 +114,19 @@ class _Rank:
         return format_running(self.stack()) if self is self.simulation.running else "ready, waiting for its turn"
 
     def stack(self) -> list[StackFrame]:
-        """The frames of the thread that communicates: the rank's own, or one for which it waits."""
+        """The frames of the thread that communicates: the rank's own, or one that it waits for."""
         frames = sys._current_frames()
         return list(frames_of(frames.get(self.threads.ident) or frames.get(self.thread.ident or 0)))
 
     def described(self, call: CollectiveCall, ranks: Ranks) -> str:
-        """A call that this rank waits in, with its purpose and its call site."""
+        """A call in which this rank waits, with its purpose and its call site."""
         log = self.ledger.logs[ranks]
         if not call.purpose and (known := log.call(log.latest)) is not None:
             call = replace(call, purpose=known.purpose)
         return f"{call}{format_call_sites(self.stack(), limit=1)}"
 
     def consequence(self, failed: "_Rank", pending: PendingCollective) -> BaseException:
-        """What this rank raises because another failed; where that failed because of a third, it names the third."""
+        """The error of this rank after another failed; if that failed because of a third, it names the third."""
         assert failed.error is not None
         is_consequence = isinstance(failed.error, RemoteRankError) and failed.root is not None
         self.root = failed.root if is_consequence else report_of(failed.rank, failed.error)
@@ -135,7 +135,7 @@ class _Rank:
 
 
 class _Simulation:
-    """The ranks of one run, whose turn it is, and who waits for whom."""
+    """The ranks of one run, their turns, and who waits for whom."""
 
     def __init__(self, size: int, body: Callable[[], Any]) -> None:
         self.size = size
@@ -144,9 +144,9 @@ class _Simulation:
         self.open_exchanges: dict[tuple[Ranks, int], dict[int, tuple[CollectiveCall, Collective]]] = {}
         self.over = threading.Event()
         self.stopped = False
-        self.first_ledgers: dict[int, Ledger] = {}  # in which a note of a key was made first
-        self.different: DifferentValues | None = None  # of those ranks
-        self.identity = object()  # what the owners of its layouts remember of it
+        self.first_ledgers: dict[int, Ledger] = {}  # where the first note of a key was made
+        self.different: DifferentValues | None = None  # the first difference between notes
+        self.identity = object()  # identity for the owners of its layouts
         self.ranks = [_Rank(self, rank) for rank in range(size)]
         self.ready = deque(self.ranks)
         self.running: _Rank | None = None
@@ -179,9 +179,9 @@ class _Simulation:
         return [rank.result for rank in self.ranks]
 
     def stop(self) -> None:
-        """Unwind the ranks that still wait; one that hangs unwinds in its next collective.
+        """Unwind the ranks that still wait; a hanging rank unwinds in its next collective.
 
-        Waits for their threads: one that frees tensors while the process ends aborts it.
+        Waits for their threads: a thread that frees tensors while the process ends aborts it.
         """
         ended = [rank for rank in self.ranks if self.over.is_set() or rank is not self.running]
         if not self.over.is_set():
@@ -199,7 +199,7 @@ class _Simulation:
     # ---- the threads of the ranks, one at a time ----
 
     def live(self, rank: _Rank) -> None:
-        """The life of one rank."""
+        """The thread of one rank."""
         __tracebackhide__ = True
         try:
             self.await_turn(rank)
@@ -214,7 +214,7 @@ class _Simulation:
             rank.error = error
         rank.ended = True
         rank.ledger.switch_numbers(False)
-        rank.owner.forget()  # whose layouts refer to the owner
+        rank.owner.forget()  # its layouts refer to the owner
         if rank.error is not None:  # the ranks that wait for this one raise
             for ranks, number in [key for key in self.open_exchanges if rank.rank in key[0]]:
                 for member in self.open_exchanges.pop((ranks, number)):
@@ -225,7 +225,7 @@ class _Simulation:
             self.pass_turn()
 
     def pass_turn(self) -> None:
-        """Let the next rank go on. If none can, those that wait are in a deadlock, or all have ended."""
+        """Run the next rank. If none can run, the waiting ones are in a deadlock, or all have ended."""
         if not self.ready:
             stuck = [rank for rank in self.ranks if rank.pending is not None]
             if not stuck:
@@ -245,7 +245,7 @@ class _Simulation:
         set_process_state(rank.process_state)
 
     def exchange(self, rank: _Rank, collective: Collective) -> Tensor:
-        """Take part in a collective; return when all of its ranks have joined it."""
+        """Take part in a collective; return when all of its ranks have joined."""
         call, ranks = collective.described(), collective.ranks
         if self.stopped:
             raise _Stopped
@@ -272,7 +272,7 @@ class _Simulation:
         rank.pending = pending
         if len(calls) == len(ranks):
             self.complete(ranks, number)
-        del calls  # what others sent is theirs to free while this rank waits
+        del calls  # other ranks free their tensors while this one waits
         rank.process_state = process_state()
         self.pass_turn()
         self.await_turn(rank)
@@ -283,12 +283,12 @@ class _Simulation:
         return received
 
     def complete(self, ranks: Ranks, number: int) -> None:
-        """Give every rank of an exchange its result, or the same error."""
+        """Give every rank of an exchange its result, or one error for all."""
         joined = self.open_exchanges.pop((ranks, number))
         calls = {rank: call for rank, (call, _) in joined.items()}
         values, self.different = self.different, None
         outcomes: Sequence[Tensor | BaseException]
-        if values is not None:  # which may be why the calls are different
+        if values is not None:  # this may be why the calls differ
             text = f"{different_values_text(values)}\n  Fix: {values.note.fix}"
             outcomes = [MismatchError(text) for _ in ranks]
         elif why := mismatch(ranks, calls) or self.difference(ranks):
@@ -301,7 +301,7 @@ class _Simulation:
             self.give(self.ranks[rank], outcome)
 
     def difference(self, ranks: Ranks) -> str | None:
-        """Why the ranks disagree on the collective that all of them have joined, judged by their logs."""
+        """Why the ranks disagree on the collective that all of them have joined, from their logs."""
         first, *others = [self.ranks[rank].ledger.log(ranks) for rank in ranks]
         for rank, log in zip(ranks[1:], others, strict=True):
             if log.latest == first.latest and (found := first.difference(rank, log.record(log.latest))):
@@ -315,7 +315,7 @@ class _Simulation:
 
 
 def results(calls: Sequence[Collective]) -> list[Tensor]:
-    """What each rank of the group gets, in group order; no two share memory with each other or a sender."""
+    """The result of each rank of the group, in group order; no two share memory with each other or a sender."""
     with torch.no_grad(), _disable_current_modes():  # the user's, of the rank that happens to be the last
         first, tensors = calls[0], [call.tensor for call in calls]
         match first.kind:

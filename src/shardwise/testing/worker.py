@@ -1,4 +1,4 @@
-"""The life of one real rank: join a world, then run what the parent sends until the parent is gone."""
+"""The process of one real rank: joins a world, then runs what the parent sends until the parent is gone."""
 
 import faulthandler
 import os
@@ -29,7 +29,7 @@ _GLOO_TIMEOUT = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Task:
-    """A function to run, its pickled (args, kwargs), and the state its caller was in."""
+    """A function to run, its pickled (args, kwargs), and the state of its caller."""
 
     function: Reference
     arguments: bytes
@@ -39,27 +39,27 @@ class Task:
 
 @dataclass(frozen=True)
 class Success:
-    """What a function returned."""
+    """The result of a function."""
 
     value: object
-    world_failed: bool = False  # the world is of no use any more, as after an error that the function caught
+    world_failed: bool = False  # the world is of no more use, as after an error that the function caught
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function raised."""
+    """The exception of a function."""
 
     pickled: bytes | None  # None: it cannot be pickled
     summary: str
     traceback: str
     place: StackFrame | None  # the innermost line of the user's code
-    first_line: int  # of the function that it is in
+    first_line: int  # first line of its function
 
 
 def serve(connection: Connection, rank: int, size: int, store: str, stacks: Sequence[str], backend: str) -> None:
     """Be one rank of a pool. Returns when the parent closes the connection.
 
-    The parent sends a `Task` to run, or the name of a world, for which the rank leaves its own.
+    The parent sends a `Task` to run, or the name of a world that replaces the rank's.
     """
     stack = Path(stacks[rank]).open("w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)

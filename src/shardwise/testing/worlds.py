@@ -24,7 +24,7 @@ class World:
         """Run `fn(*args, **kwargs)` once on each rank; return the results in rank order.
 
         Raises:
-            Exception: what the lowest rank that failed by itself raised; notes are about the other ranks.
+            Exception: the error of the lowest rank that failed by itself, with notes about other ranks.
             RemoteRankError: a real process died; `.rank` says which.
             DeadlockError: the ranks wait for each other, or did not finish within `timeout` seconds.
             SendError: `fn`, an argument or a result cannot be sent to or from a real process.
@@ -53,16 +53,14 @@ class World:
 def world(size: NumRanks, *, real: bool = False, timeout: float = 60.0) -> World:
     """A world of `size` ranks, for `world(4).run(fn)` or as a decorator of a test, `@world(4)`.
 
-    Simulated ranks (the default) are threads that take turns: one runs until it waits in a collective or
-    ends, then the next. Runs are therefore repeatable and deadlocks are seen at once. As with processes,
-    each rank has torch's CPU generator, default dtype, `use_deterministic_algorithms` and `sdpa_kernel` to
-    itself, which start in the caller's state; the caller's are left as they were. Other globals (modules, the
-    generators of Python and NumPy) are shared.
+    Simulated ranks (the default) are threads that take turns: one runs until it waits in a collective or ends, then the
+    next. So runs are repeatable and deadlocks are seen at once. As with processes, each rank has its own torch CPU
+    generator, default dtype, `use_deterministic_algorithms` and `sdpa_kernel`. They start from the caller's values,
+    which stay unchanged. Other globals (modules, the generators of Python and NumPy) are shared.
 
-    Real ranks are gloo processes of this machine, started when a world of that size is first used and kept
-    for the next. After an error they join a new world; where a rank died or hangs, all are replaced.
-    Functions are sent by name and must be defined at module level; arguments and results are pickled. Modules
-    keep their state from run to run.
+    Real ranks are gloo processes of this machine. They start when a world of that size is first used, and are kept.
+    After an error they join a new world; if a rank died or hangs, all are replaced. Functions are sent by name and must
+    be defined at module level; arguments and results are pickled. Modules keep their state from run to run.
 
     Args:
         size: number of ranks.

@@ -1,4 +1,4 @@
-"""What ranks compare with each other: the calls that they make, and values that all of them should have.
+"""Comparisons between ranks: the calls that they make, and values that must be equal on all of them.
 
     ledger.log(ranks).add(Collective("all_reduce", x, ranks, x.shape))   # a call, before rank 0 sends anything
     ledger.add(x, (0, 1), "mul: a plain tensor", number, fix)           # a value; nothing is sent
@@ -7,6 +7,6 @@ Each rank has one `Ledger` in its world (`ledger.py`), of calls by group (`calls
 (`values.py`). Before each collective it reads the ledgers of other ranks: those of its host in memory
 (`shared_memory.py`), those of other hosts by an exchange now and then, or in the store (`other_hosts.py`).
 
-What has to be known at once is compared by a collective instead (`agree` in `agreement.py`): arguments, seeds, the
-parameters of a bucket, and all of a call inside `fingerprint` (`fingerprints.py`).
+Values that must be compared at once are compared by a collective (`agree` in `agreement.py`): arguments, seeds, the
+parameters of a bucket, and complete calls inside `fingerprint` (`fingerprints.py`).
 """

@@ -1,4 +1,4 @@
-"""What each rank has called, in records that the ranks of a group compare with each other.
+"""The calls of each rank, in records that the ranks of a group compare.
 
     record = log.add(Collective("all_reduce", x, (0, 1), x.shape))   # before rank 0 sends anything
     log.difference(1, record)   # with the record of rank 1 for the same number; None if they agree
@@ -7,8 +7,8 @@ A record has a digest of kind, dtype and shape, one of the purpose (op, operand,
 call sites. Purposes and call sites are compared only where both ranks know theirs.
 
 Correct programs may call one collective from different lines (`if rank == 0: print(x.full_tensor())`, `else:
-x.full_tensor()`), so call sites alone are no difference. They are if ranks reach the same ones in another order: rank 0
-`x.sum()`, then `y.sum()`; rank 1 `y.sum()`, then `x.sum()`.
+x.full_tensor()`), so other call sites alone are no difference. A different order of call sites is: rank 0 `x.sum()`,
+then `y.sum()`; rank 1 `y.sum()`, then `x.sum()`.
 """
 
 from array import array
@@ -47,9 +47,9 @@ class CallLog:
     """The last calls of one rank in one group.
 
     Attributes:
-        records: of the last calls, that of call `n` at `n % KEPT`.
+        records: of the last calls; call `n` is at `n % KEPT`.
         latest: the number of the last call.
-        digest: of all calls so far; ranks that differ in it need not disagree.
+        digest: of all calls so far; two ranks with different digests may still agree.
     """
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
@@ -63,12 +63,12 @@ class CallLog:
         self._orders = {peer: _Orders() for peer in ranks if peer != rank}
 
     def add(self, collective: Collective) -> "array[int]":
-        """Count and record the next call; the record is for the other ranks.
+        """Count and record the next call. Other ranks read the record.
 
-        All but number and counts of a record is cached, as this runs before every collective.
+        All of a record but number and counts is cached, as this runs before every collective.
 
         Raises:
-            MismatchError: this rank expects another number of elements from itself than it sends; nothing is counted.
+            MismatchError: this rank expects more or fewer elements from itself than it sends; nothing is counted.
         """
         kind, tensor, _, shape, send_counts, recv_counts, reduce_op, root, *_ = collective
         own = self.position
@@ -110,7 +110,7 @@ class CallLog:
         return found
 
     def difference(self, peer: int, theirs: Sequence[int]) -> DifferentCalls | None:
-        """How the call of a peer differs from that of this rank with the same number."""
+        """The difference of a peer's call from this rank's call of that number; None if they agree."""
         number = theirs[NUMBER]
         mine = self.record(number)
         if mine[NUMBER] != number:  # not made yet, or no longer kept
@@ -147,7 +147,7 @@ class CallLog:
         return replace(template.call, send_counts=tuple(sent), recv_counts=tuple(received))
 
     def described(self, number: int) -> DescribedCall | None:
-        """One of the last calls, and where it was called."""
+        """One of the last calls, with its call site."""
         call, kept = self.call(number), self._calls[number % KEPT]
         if call is None or kept is None:
             return None
@@ -161,7 +161,7 @@ class CallLog:
         return PendingCollective(call, self.latest, self.ranks)
 
     def absurd_length(self) -> DifferentCalls | None:
-        """What this rank is about to receive, if no host has memory for it, such as a length that is other data."""
+        """The data that this rank is about to receive, if no host has memory for it: its length may be wrong data."""
         call = self.pending().call
         for peer, count in zip(self.ranks, call.recv_counts, strict=False):
             if not 0 <= count < MOST_ELEMENTS:
@@ -171,7 +171,7 @@ class CallLog:
 
 
 class _Template(NamedTuple):
-    """What equal calls of a rank have in common; it keeps the objects whose ids are in its key."""
+    """The common part of equal calls of a rank; keeps the objects whose ids are in its key."""
 
     record: "array[int]"
     call: CollectiveCall
@@ -180,14 +180,14 @@ class _Template(NamedTuple):
 
 
 class _Orders:
-    """Call sites at which this rank and a peer were in calls of the same number from different call sites."""
+    """Pairs of call sites from which this rank and a peer made calls of one number."""
 
     def __init__(self) -> None:
         self.mine: dict[int, int] = {}  # the number of the call, by call site
         self.theirs: dict[int, int] = {}
 
     def are_different(self, number: int, mine: int, theirs: int) -> bool:
-        """Add one such call; whether each rank was before where the other is in this one."""
+        """Add such a pair. Returns whether each rank was before where the other is."""
         if not (mine and theirs):
             return False
         for seen in (self.mine, self.theirs):
@@ -200,7 +200,7 @@ class _Orders:
 
 
 def _purpose_digest(purpose: Purpose | None) -> int:
-    """0 if it is not known."""
+    """The digest of a purpose; 0 if unknown."""
     if purpose is None:
         return 0
     cause, src, dst = purpose

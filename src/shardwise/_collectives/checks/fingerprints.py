@@ -28,14 +28,14 @@ from shardwise.errors import MismatchError
 
 
 class _Facts(DescribedCall):
-    """What a rank is about to call, the number of the call in its group, and its line."""
+    """The next call of a rank, its number in the group, and its line."""
 
     number: int
     line: str
 
 
 def switch_fingerprints(ledger: Ledger, on: bool) -> None:
-    """Compare all of the calls of a rank before its collectives, or stop that."""
+    """Start or stop comparing complete calls before this rank's collectives."""
     if on and ledger.fingerprints is None:
         ledger.fingerprints = ExitStack()
         listening = comm_trace.listening_with(comm_trace.Listener())  # so that events have a cause
@@ -46,11 +46,11 @@ def switch_fingerprints(ledger: Ledger, on: bool) -> None:
 
 
 def compare_in_full(here: Transport, log: CallLog, collective: Collective, compare: Exchange) -> None:
-    """Raise the same MismatchError on all ranks of a collective unless their calls are one collective.
+    """Raise one MismatchError on all ranks of a collective unless their calls match.
 
     Args:
-        log: to which the call is added next.
-        compare: a collective of its own, recorded as such: ranks that do not compare are found before they get it.
+        log: the log to which the call is added next.
+        compare: its own collective, recorded as such: ranks that do not compare are found before they receive it.
     """
     ranks, call, event = collective.ranks, collective.described(), comm_trace.current_event()
     if event is not None and not call.purpose:

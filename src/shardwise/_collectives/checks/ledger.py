@@ -1,11 +1,11 @@
 """The ledger of one rank in its world: the calls and the values that other ranks compare with theirs.
 
-Tensors, and the options of optimizers, are noted at calls 1, 2, 4, … 64 of a call site and at every 64th. After
-`check_values(numbers=True)` so are the numbers among the arguments of ops, at calls 1, 2, 4, … of a call site since the
-last collective of their ranks.
+Tensors, and the options of optimizers, are recorded at calls 1, 2, 4, … 64 of a call site and at every 64th. After
+`check_values(numbers=True)` numbers among the arguments of ops are recorded too, at calls 1, 2, 4, … of a call site
+since the last collective of their ranks.
 
-Of two ranks that note a value, the one that knows both notes compares them: when it reads that of the other, or when it
-makes its own one later.
+Of two ranks that record a value, the second one to know both notes compares them: when it reads the other's note, or
+when it makes its own later.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ SAMPLE_EVERY = 64
 
 
 def is_sampled(number: int) -> bool:
-    """Whether ranks compare what they count at this number: at 1, 2, 4, … 64, then at every 64th."""
+    """Whether ranks compare at this count: at 1, 2, 4, … 64, then at every 64th."""
     return number % SAMPLE_EVERY == 0 or (number < SAMPLE_EVERY and number.bit_count() == 1)
 
 
 class Ledger:
-    """What one rank called and noted, and the notes of others that it has not made.
+    """The calls and notes of one rank, and notes of others that it has not made yet.
 
     Attributes:
-        values, numbers: whether it notes values, and numbers among the arguments of ops; see `check_values`.
-        fingerprints: to close when the calls are compared in full no longer; None while they are not.
+        values, numbers: whether it records values, and numbers among the arguments of ops; see `check_values`.
+        fingerprints: closed when complete calls are no longer compared; None if they are not.
         logs: its calls, by group.
         notes: the last of its `num_notes` notes, by key.
         different: a note of this rank that differs from those of others.
@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def num_calls(self) -> int:
-        """How many collectives this rank has called, in all groups."""
+        """The number of collectives that this rank has called, in all groups."""
         return sum(log.latest for log in self.logs.values())
 
     def latest(self, ranks: Ranks) -> int:
@@ -78,14 +78,14 @@ class Ledger:
         return self.logs[ranks].latest if ranks in self.logs else 0
 
     def count(self, what: str, ranks: Ranks) -> int:
-        """Count one more call of this call site; its number, or 0 if it is not noted."""
+        """Count one more call of this call site. Returns its number, or 0 if it is not recorded."""
         sites = call_sites(1)
         key = (what, ranks, *((sites[0].digest, sites[0].frame.line) if sites else ()))  # cheaper than that of a note
         number = self._counts[key] = self._counts.get(key, 0) + 1
         return number if is_sampled(number) else 0
 
     def count_recent(self, what: str, ranks: Ranks) -> int:
-        """Count one more call of this call site since the last collective; its number, or 0 if it is not noted."""
+        """Count one more call of this call site since the last collective; its number, or 0 if it is not recorded."""
         latest, key = self.latest(ranks), key_of(what, ranks, call_sites(FRAMES))
         before, counts = self._recent.get(ranks, (-1, {}))
         if before != latest:
@@ -97,12 +97,12 @@ class Ledger:
     def add(
         self, value: Value, ranks: Ranks, what: str, number: int, fix: str, name: str = "", in_code: bool = True
     ) -> Note:
-        """Note a value that all `ranks` should have.
+        """Record a value that must be equal on all `ranks`.
 
         Args:
-            what: it is, for the error.
-            number: of the call, among those of this call site.
-            name: by which ranks find each other's notes, if not by `what`.
+            what: its name, for the error.
+            number: of the call, among the calls of this call site.
+            name: the key by which ranks find each other's notes; default `what`.
             in_code: whether the call site is a part of the key.
         """
         sites, after = call_sites(FRAMES) if in_code else (), self.latest(ranks)
@@ -116,7 +116,7 @@ class Ledger:
         return note
 
     def read(self, rank: int, key: int, contents: Contents) -> None:
-        """Compare a note of another rank with that of this one, or keep it until this one has it."""
+        """Compare a note of another rank with this rank's, or keep it until this rank has it."""
         note = self.notes.get(key)
         if note is None:
             _keep(self._unmatched.setdefault(rank, {}), key, contents)
@@ -124,7 +124,7 @@ class Ledger:
             self._compare(note, rank, contents)
 
     def switch_numbers(self, on: bool) -> None:
-        """Note numbers from now on, or stop that, as when the world ends."""
+        """Start or stop recording numbers, as when the world ends."""
         self.numbers = on
         (_noting_numbers.add if on else _noting_numbers.discard)(self)
         for listener in _listeners:
@@ -150,5 +150,5 @@ _listeners: list[Callable[[bool], None]] = []
 
 
 def when_noting_numbers(listener: Callable[[bool], None]) -> None:
-    """Call `listener` whenever a rank of this process begins or ends to note numbers, with whether any does."""
+    """Call `listener` whenever a rank of this process starts or stops recording numbers, with whether any does."""
     _listeners.append(listener)

@@ -1,12 +1,12 @@
 """Ledgers of ranks on other hosts, which cannot be read in memory.
 
-Before calls 2, 4, 8, … 64 of a group and before every 64th its ranks exchange a digest of all their calls so far, and
-the last calls and notes only if the digests differ, so they find at most 63 calls later that they disagree.
+Before calls 2, 4, 8, … 64 of a group and before every 64th, its ranks exchange a digest of all their calls so far. If
+the digests differ, they exchange the last calls and notes. So a difference is found at most 63 calls later.
 
 A group that calls no collectives, such as all ranks of a `dp` x `tp` mesh with a plan for `tp` alone, stores its notes
-in the store of the world: each of the first 64, and later once a second. Each rank then reads those of one rank of
-another host: of the first of the group, or where that is on its own host, of the last that is not. Nobody waits there
-for a rank that may never come.
+in the store of the world: each of the first 64, and later once a second. Each rank then reads the notes of one rank on
+another host: the first of the group, or, if that is on its own host, the last on another. No rank waits for one that
+may never come.
 """
 
 from collections.abc import Collection, Iterable
@@ -25,15 +25,15 @@ EVERY_SECONDS = 1.0  # later ones
 
 
 def are_due(log: CallLog) -> bool:
-    """Whether the ranks of a group compare their calls before the latest one; all count the same calls.
+    """Whether the ranks of a group compare their calls before the latest one; all count equally.
 
-    Not before the first, when a rank need not know yet which others are on its host.
+    Not before the first call: then a rank may not know yet which others are on its host.
     """
     return log.latest > 1 and is_sampled(log.latest)
 
 
 def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> DifferentCalls | None:
-    """Compare notes and calls with all ranks of a group: how their calls differ from those of this rank."""
+    """Compare notes and calls with all ranks of a group. Returns the differences of their calls."""
     notes = [note for note in ledger.notes.values() if set(note.ranks) >= set(log.ranks)]
     digest = rolling(log.digest, (note.contents.digest for note in notes))
     sent = sorted(record.tolist() for record in log.records if record[NUMBER]), _messages(notes)
@@ -48,14 +48,14 @@ def exchange_ledgers(ledger: Ledger, log: CallLog, exchange: Exchange) -> Differ
 
 
 class StoredNotes:
-    """What this rank has stored of its notes."""
+    """The notes that this rank has stored."""
 
     def __init__(self) -> None:
         self._num_notes = self._times = 0
         self._last = monotonic()
 
     def exchange(self, ledger: Ledger, log: CallLog, elsewhere: Collection[int]) -> None:
-        """Store the notes of groups that called no collective since, if that is due, and read those of others.
+        """Store notes of groups without a collective since, if that is due, and read those of others.
 
         Args:
             log: of the group that is about to call one.

@@ -1,8 +1,8 @@
 """Ledgers in memory that all ranks of one host can read, so that ranks compare calls before they send anything.
 
-Each rank writes its own file: how many notes it has made, a ring of the last ones, and a region per group with the
-group's key, how many calls there were, and a ring of the last ones. Of two ranks that make calls of the same number, at
-least the later one reads the record of the other.
+Each rank writes its own file: the number of its notes, a ring of the last ones, and a region per group with the group's
+key, the number of its calls, and a ring of the last ones. Of two ranks that make calls of one number, at least the
+later one reads the other's record.
 """
 
 import json
@@ -33,9 +33,9 @@ NOTHING: "memoryview[int]" = memoryview(array("q"))
 
 
 class MemoryFile:
-    """An empty file in memory; processes of this user can open `path` until this process closes it or ends.
+    """An empty file in memory. Processes of this user can open `path` until this process closes it or ends.
 
-    Ranks meet in one: there is no port to collide on, and nothing to remove from a file system.
+    Ranks meet in a file: there is no port to collide on, and nothing to remove from a file system.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class MemoryFile:
 
 @dataclass(slots=True)
 class _View:
-    """The region of a group in the memory of another rank, and what was compared of it.
+    """The region of a group in the memory of another rank, and the last compared call.
 
     Attributes:
         position: of the rank, in the group.
-        start: where the region begins; negative if the rank has not made it yet.
+        start: of the region; negative if the rank has not made it yet.
         number: of the last call that was compared.
     """
 
@@ -67,13 +67,13 @@ class _View:
 
 
 class SharedMemory:
-    """The memory of this rank, and those of the other ranks of its host.
+    """The memory of this rank, and of the other ranks of its host.
 
     Attributes:
         file: the memory of this rank, for the other ranks.
         elsewhere: ranks of other hosts.
-        complete: the logs of groups all of whose ranks are known.
-        has_new_notes: whether another rank of a group has made notes that this one has not read.
+        complete: the logs of groups of which all ranks are known.
+        has_new_notes: whether another rank of a group has notes that this rank has not read.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -93,7 +93,7 @@ class SharedMemory:
             self._words = memoryview(mmap.mmap(file.fileno(), self._bytes)).cast("q")
 
     def add_peer(self, rank: int, path: str | None) -> None:
-        """Read the memory of another rank from now on, if this process may; without a path it is on another host."""
+        """Read the memory of another rank from now on, if possible; without a path it is on another host."""
         self._peers[rank] = NOTHING
         if path is None:
             self.elsewhere.add(rank)
@@ -103,7 +103,7 @@ class SharedMemory:
                 self._peers[rank] = memoryview(mapped).cast("q")
 
     def add_peers(self, store: FailureStore, log: CallLog) -> bool:
-        """Read the memory of those ranks of a group that have joined; False if the store does not work."""
+        """Read the memory of the ranks of a group that have joined; False if the store does not work."""
 
         def look_up(rank: int) -> list[ProcessIdentity | None]:
             with suppress(Exception):
@@ -124,7 +124,7 @@ class SharedMemory:
         return True
 
     def compare(self, log: CallLog, record: "array[int]") -> DifferentCalls | None:
-        """Let the other ranks see the latest call of this one, and compare their calls that were not compared yet."""
+        """Show the latest call of this rank to others, and compare their calls that were not compared yet."""
         words, width = self._words, self._width
         start = self._regions.get(log)
         if start is None:
@@ -150,7 +150,7 @@ class SharedMemory:
         return None
 
     def write_note(self, number: int, note: Note) -> None:
-        """Let the other ranks see the latest note of this one."""
+        """Show the latest note of this rank to others."""
         at = _place_of_note(number - 1)
         self._words[at : at + NOTE] = array("q", json.dumps(note.message).encode().ljust(8 * NOTE))
         self._words[NUM_NOTES] = number
@@ -163,7 +163,7 @@ class SharedMemory:
         return start
 
     def read_notes(self, ledger: Ledger) -> None:
-        """Let the ledger compare the notes of all ranks of this host that it has not read."""
+        """Make the ledger compare the unread notes of all ranks of this host."""
         for rank, words in self._peers.items():
             count = words[NUM_NOTES] if words else 0
             for number in range(max(self._num_notes.get(rank, 0), count - READABLE_NOTES), count):

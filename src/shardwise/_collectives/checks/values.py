@@ -1,8 +1,8 @@
-"""Notes of values that should be the same on all ranks: plain tensors beside DTensors, replicas, numbers, options.
+"""Notes of values that must be equal on all ranks: plain tensors beside DTensors, replicas, numbers, options.
 
-A note has a key: what it is, its ranks, the innermost frames of the user's code, the number of this call among those of
-the call site, and the last collective of the ranks. Notes with one key are compared, so a call that only some ranks
-make (`if rank == 0: log(…)`) is compared with nothing. Differences of rounding are none.
+A note has a key: the name of the value, its ranks, the innermost frames of user code, the number of the call at this
+call site, and the last collective of the ranks. Only notes with one key are compared, so a call that only some ranks
+make (`if rank == 0: log(…)`) is not compared. Differences of rounding do not count.
 """
 
 import hashlib
@@ -46,13 +46,13 @@ FIX_VALUES = (
 
 
 class Contents(NamedTuple):
-    """What ranks compare of a value.
+    """The contents of a value for comparison between ranks.
 
     Attributes:
-        digest: equal only of equal values.
+        digest: equal only for equal values.
         shape: of a tensor.
-        tolerance: the relative difference that is rounding.
-        sums: of the elements, and of their absolute values; of numbers a digest of all but floats, and 0.
+        tolerance: the relative difference that counts as rounding.
+        sums: of the elements, and of their absolute values; for numbers a digest of all but floats, and 0.
         samples: some elements.
     """
 
@@ -64,13 +64,13 @@ class Contents(NamedTuple):
 
 
 class Note(NamedTuple):
-    """One value of a rank.
+    """The note of one value of a rank.
 
     Attributes:
         key: by which ranks find each other's notes of a value.
-        ranks: that should have the same.
+        ranks: that must have an equal value.
         after: the number of their last collective.
-        what: it is, for the error.
+        what: name of the value, for the error.
         names: of numbers.
     """
 
@@ -87,7 +87,7 @@ class Note(NamedTuple):
 
     @property
     def message(self) -> list[object]:
-        """What other ranks get of a note, in JSON; see `note_from`."""
+        """A note as other ranks get it, in JSON; see `note_from`."""
         return [self.key, *self.contents]
 
 
@@ -95,7 +95,7 @@ Value = Tensor | Mapping[str, complex]  # numbers have names
 
 
 class DifferentValues(NamedTuple):
-    """A note, and the contents of the ranks that noted something else, and of its own rank."""
+    """A note, with the contents on ranks that differ, and on its own rank."""
 
     note: Note
     contents: dict[int, Contents]
@@ -115,12 +115,12 @@ def note_from(message: Sequence[Any]) -> tuple[int, Contents]:
 
 
 def key_of(what: str, ranks: Ranks, sites: Sequence[CallSite], *numbers: int) -> int:
-    """The key of a note; see the text of this module."""
+    """The key of a note; see the docstring of this module."""
     return rolling(stable_digest((what, ranks)), (*(site.digest + site.frame.line for site in sites), *numbers))
 
 
 def stable_digest(value: object) -> int:
-    """A positive number from the `repr` of a value, the same in all processes, unlike `hash`."""
+    """A positive number from the `repr` of a value, equal in all processes, unlike `hash`."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
 
 
@@ -146,7 +146,7 @@ def has_values(x: Tensor, explicit: bool) -> bool:
 
 
 def _is_user_in_backward() -> bool:
-    """Whether the user's code runs in backward, such as a hook; else torch combines tensors, perhaps in a mode."""
+    """Whether user code runs in backward, such as a hook; else torch combines tensors, perhaps in a mode."""
     sites = call_sites(FRAMES, inside=RUN_BACKWARD)
     return bool(sites) and all(site.frame.function != "__torch_dispatch__" for site in sites)
 
@@ -180,7 +180,7 @@ def _as_float(x: complex) -> float:
 
 
 def _sampled(x: Tensor) -> Tensor:
-    """Every k-th element of the longest dims, so that at most about `MAX_ELEMENTS` are left."""
+    """Every k-th element of the longest dims, so that at most about `MAX_ELEMENTS` remain."""
     while x.numel() > 2 * MAX_ELEMENTS:
         dim = max(range(x.ndim), key=lambda d: x.shape[d])
         step = min(x.shape[dim], -(-x.numel() // MAX_ELEMENTS))
@@ -189,7 +189,7 @@ def _sampled(x: Tensor) -> Tensor:
 
 
 def are_different(mine: Contents, theirs: Contents) -> bool:
-    """Whether two notes are of different values."""
+    """Whether two notes have different values."""
     if mine.digest == theirs.digest:
         return False
     if mine.shape != theirs.shape or not mine.tolerance or mine.tolerance != theirs.tolerance:

@@ -1,7 +1,6 @@
-"""Hooks on the ways in which a Python process ends, which report to the failure store of its world.
+"""Hooks on the ends of a Python process, which report to the failure store of its world.
 
-Installed when a process joins a world, and uninstalled when it leaves with `shutdown`. The hooks that were there
-before still run.
+Installed when a process joins a world, and uninstalled when it leaves with `shutdown`. Earlier hooks still run.
 """
 
 import os
@@ -31,13 +30,13 @@ READERS_SECONDS = 3.0
 
 
 class ExitHooks:
-    """`sys.excepthook`, `threading.excepthook` and an exit handler, from when this is made until `uninstall`.
+    """`sys.excepthook`, `threading.excepthook` and an exit handler, from the constructor until `uninstall`.
 
     A child that this process forks inherits them, but they do not report there.
     """
 
     def __init__(self, at_exit: Callable[[], None]) -> None:
-        """`at_exit` is called at the end of the process, after that was reported."""
+        """`at_exit` is called at the end of the process, after the report."""
         self._pid = os.getpid()
         self._at_exit = at_exit
         self._finalizer = Finalize(None, self._finish, exitpriority=0)
@@ -84,7 +83,7 @@ class ExitHooks:
 
 
 def report_end() -> None:
-    """Report the end of a process that is in a world and has not used it here, so that it has no hooks."""
+    """Report the end of a process that is in a world and has no hooks, because it has not used the world here."""
     error = getattr(sys, "last_value", None)  # of the exception that ended the program
     with_store(lambda store: store.register())
     if error is None:
@@ -95,7 +94,7 @@ def report_end() -> None:
 
 
 def _wait_for_readers() -> None:
-    """Where this process has the store's server, stay until the monitors of the others have read the report."""
+    """Wait until the monitors of other ranks have read the report, if this process has the store's server."""
     store = store_of_world()
     if store is None or store.rank or not address(store.store) or has_agent_store():
         return
@@ -105,7 +104,7 @@ def _wait_for_readers() -> None:
 
 
 def _have_read(store: FailureStore, ranks: Iterable[int]) -> bool:
-    """Whether each rank that lives has read the report of the first failure; one that failed has made it."""
+    """Whether each live rank has read the report of the first failure; a rank that failed has made it."""
     return all(
         store.have_all("acknowledged", [rank]) or ((process := store.process(rank)) and process.state() == "gone")
         for rank in ranks

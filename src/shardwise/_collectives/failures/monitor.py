@@ -1,6 +1,6 @@
-"""A thread in each rank that publishes its state when another rank asks for it, whatever the rank is doing.
+"""A thread in each rank that publishes its state on request of another rank, whatever the rank is doing.
 
-It looks at no other rank: `reports.py` does, once a collective fails.
+It does not look at other ranks: `reports.py` does, once a collective fails.
 """
 
 import os
@@ -33,20 +33,19 @@ SAVE_SECONDS = 30.0  # from the SIGTERM to the SIGKILL of a rank whose launcher 
 class FailureMonitor:
     """Polls the failure store until another rank asks for states or has failed.
 
-    It publishes the state of this rank once, so ranks that diagnose a failure can distinguish a waiting rank from one
-    that hangs, and name the line where that one is. Then it waits for the report of the failure, keeps it and
-    acknowledges it, so this rank can name the cause though the store may end with the rank that has it. One poll is one
-    round trip to the store.
+    It publishes the state of this rank once, so ranks that diagnose a failure can distinguish a waiting rank from a
+    hanging one, and name its line. Then it waits for the report of the failure, keeps it and acknowledges it. So this
+    rank can name the cause though the store may end with its server's rank. One poll is one round trip to the store.
 
     Attributes:
         failed: whether a rank of the world has failed, or waits in vain.
         root: the report of the first failure; this rank sends nothing from then on.
-        keeper: the process that has the server of the store, where there is one and it is known.
-        pending: the collective this rank waits in, while it does.
+        keeper: the process with the server of the store, if known.
+        pending: the collective in which this rank waits, if any.
     """
 
     def __init__(self, describe: Callable[[Ranks, int], DescribedCall | None] = lambda _ranks, _number: None) -> None:
-        """`describe` returns what this rank called in a collective, by group and number."""
+        """`describe` returns this rank's call of a collective, by group and number."""
         self.describe = describe
         self.failed = False
         self.root: FailureReport | None = None
@@ -59,7 +58,7 @@ class FailureMonitor:
         """Monitor this world instead of an earlier one. A reference to the store would keep its port open.
 
         Args:
-            launcher: the process without which this one ends, if there is one.
+            launcher: the process whose end also ends this one, if any.
         """
         self.stop()
         self.failed, self.root, self.keeper, self._stopped = False, None, None, threading.Event()
@@ -68,7 +67,7 @@ class FailureMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: one that is in a store when the interpreter ends would abort the process."""
+        """End the thread: a thread in a store at the interpreter's end would abort the process."""
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(END_SECONDS)
@@ -87,7 +86,7 @@ class FailureMonitor:
     def _poll(
         self, store_of_world: Callable[[], FailureStore | None], connection: Connection, launcher: int | None
     ) -> bool:
-        """Look at the store; whether to do so again."""
+        """Poll the store. Returns whether to do so again."""
         with suppress(Exception):  # an unreachable world is not monitored
             store = store_of_world()
             if store is not None:
@@ -96,7 +95,7 @@ class FailureMonitor:
         return False
 
     def _look(self, store: FailureStore, launcher: int | None) -> bool:
-        """Answer other ranks, and keep what this one needs if the store ends; whether to do so again."""
+        """Answer other ranks, and keep what this rank needs if the store ends. Returns whether to do so again."""
         server = address(store.store)
         if self.keeper is None and server is not None:
             if not has_agent_store():

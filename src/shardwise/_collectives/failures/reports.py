@@ -1,7 +1,7 @@
 """Reports of failures: a rank that ends publishes one, a rank whose collective failed finds the one to raise.
 
-The first failure is the root; it is published once, and all ranks name it. Where rank 1 fails because of rank 0, and
-rank 2 because of rank 1, rank 2 names rank 0.
+The first failure is the root; it is published once, and all ranks name it. If rank 1 fails because of rank 0, and rank
+2 because of rank 1, rank 2 names rank 0.
 """
 
 import sys
@@ -62,13 +62,13 @@ LOOK_AT_HOSTS = (
 
 
 def store_of_world() -> FailureStore | None:
-    """The failure store of the world of this process. Made anew each time: a cache would keep a store's port open."""
+    """The failure store of this process's world. Created for each use: a cache would keep a store's port open."""
     world = dist.group.WORLD if dist.is_initialized() else None
     return None if world is None else FailureStore(world.get_group_store(), dist.get_rank())
 
 
 def with_store(act: Callable[[FailureStore], T]) -> T | None:
-    """What `act` returns; None without other ranks, if it raises, or after two seconds: a store may hang for ever."""
+    """The result of `act`; None without other ranks, if it raises, or after two seconds: a store may hang for ever."""
 
     def run() -> T | None:
         store = store_of_world()
@@ -78,7 +78,7 @@ def with_store(act: Callable[[FailureStore], T]) -> T | None:
 
 
 def bounded(act: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T | None:
-    """What `act` returns, or None if it raises or takes longer than `seconds`, and a little for the store."""
+    """The result of `act`; None if it raises or takes longer than `seconds`, and a little for the store."""
     results: list[T] = []
 
     def run() -> None:
@@ -96,7 +96,7 @@ def bounded(act: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T | None
 
 
 def join_threads() -> None:
-    """Wait at the end of the process for threads of `bounded`: one that is in a store then would abort the process."""
+    """Wait at the end of the process for threads of `bounded`: in a store they would then abort the process."""
     until = monotonic() + END_SECONDS
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME and thread is not threading.current_thread():
@@ -115,10 +115,10 @@ def poll(find: Callable[[], T | None], seconds: float = PATIENCE_SECONDS) -> T |
 
 
 def report_failure(error: BaseException) -> None:
-    """Publish, before this rank ends, that it ends because of `error`.
+    """Publish, before this rank ends, that `error` ends it.
 
-    An error that is the consequence of another rank's is not published. Takes milliseconds, two seconds at most, and
-    raises nothing. Outside a world it does nothing.
+    An error that another rank caused is not published. Takes milliseconds, two seconds at most, and raises nothing.
+    Outside a world it does nothing.
     """
 
     def publish(store: FailureStore) -> None:
@@ -131,7 +131,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def has_failed() -> bool:
-    """Whether a failure of this world is published; its collectives raise it, also if the ranks caught it before."""
+    """Whether a failure of this world is published. Collectives raise it, even if ranks caught it before."""
     return bool(with_store(lambda store: store.root() is not None))
 
 
@@ -154,7 +154,7 @@ def is_invalid_call(error: BaseException) -> bool:
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Whether `error` is how a collective of torch fails, judged by its type or the texts of gloo and NCCL."""
+    """Whether `error` is a failed collective of torch, judged by its type or the texts of gloo and NCCL."""
     if isinstance(error, dist.DistError):
         return True
     if is_invalid_call(error):
@@ -167,13 +167,13 @@ def is_of_transport(error: BaseException) -> bool:
 
 
 class WaitAbortedError(RuntimeError):
-    """This rank stopped waiting by itself, because the root of a failure is known."""
+    """This rank stopped waiting because the root of a failure is known."""
 
 
 def explain(
     error: BaseException, pending: PendingCollective, waited_seconds: float, monitor: FailureMonitor
 ) -> ShardwiseError:
-    """What to raise for a collective of torch that failed with `error`: which rank is the cause, and its report.
+    """The error to raise for a collective of torch that failed with `error`: the rank that caused it, and its report.
 
     Returns within two seconds. Every rank gets the same report.
     """
@@ -185,7 +185,7 @@ def explain(
 
 
 def _report_on_silent_store(pending: PendingCollective, keeper: ProcessIdentity | None) -> FailureReport:
-    """The report where the store accepts connections and does not answer, as that of a stopped process does."""
+    """The report if the store accepts connections and does not answer: its process may be stopped."""
     if keeper is None:
         text = f"Collective #{pending.number} of ranks {pending.ranks} failed, and the store of the world is silent."
         return FailureReport(None, text, fix=LOOK_AT_HOSTS)
@@ -261,7 +261,7 @@ def _report_on_exits(store: FailureStore, ranks: Ranks) -> FailureReport | None:
 def explain_difference(
     different: DifferentCalls, pending: PendingCollective, monitor: FailureMonitor
 ) -> ShardwiseError:
-    """What this rank raises, as all others do, if it has seen that ranks disagree on a collective.
+    """The error, equal on all ranks, if this rank has seen that ranks disagree on a collective.
 
     Args:
         pending: the collective that this rank is about to make.
@@ -273,7 +273,7 @@ def explain_difference(
 
 
 def explain_values(report: FailureReport, pending: PendingCollective, monitor: FailureMonitor) -> ShardwiseError:
-    """What this rank raises, as all others do, if it has seen that ranks have different values."""
+    """The error, equal on all ranks, if this rank has seen that ranks have different values."""
     monitor.root = with_store(lambda store: store.publish_root(report)) or report
     return remote_error(monitor.root, dist.get_rank(), pending)
 
@@ -305,7 +305,7 @@ def _report_on_known_calls(different: DifferentCalls, calls: Mapping[int, Descri
 
 
 def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, waited_seconds: float) -> FailureReport:
-    """The report where no rank published a failure: some ranks are missing, or all wait for each other."""
+    """The report if no rank published a failure: some ranks are missing, or all wait for each other."""
     all_pending, missing = _ranks_waited_for(store, pending)
     name = f"collective #{pending.number} of ranks {pending.ranks}"
     states = {rank: f"waits in {other}" for rank, other in all_pending.items()}
@@ -330,7 +330,7 @@ def _report_on_missing_ranks(store: FailureStore, pending: PendingCollective, wa
 def _ranks_waited_for(
     store: FailureStore, pending: PendingCollective
 ) -> tuple[dict[int, PendingCollective], list[int]]:
-    """The collectives of the ranks that this one waits for, directly or not; and the ranks that are in none."""
+    """The collectives of the ranks for which this one waits, directly or not; and the ranks outside collectives."""
     all_pending, missing, todo = {store.rank: pending}, set[int](), set(pending.ranks)
     while todo := todo - all_pending.keys() - missing:
         for rank in todo:

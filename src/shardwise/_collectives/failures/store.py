@@ -1,4 +1,4 @@
-"""The failure store: what ranks that fail, exit or wait publish through the store of their world.
+"""The failure store: reports of ranks that fail, exit or wait, in the store of their world.
 
 All processes of a world share the store, and it outlives most of them. A rank writes to it when it joins, exits or
 fails, and notes of values for ranks of other hosts. A collective that succeeds writes nothing.
@@ -28,7 +28,7 @@ CONNECT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Which rank caused a failure, and how; the same on every rank that raises it."""
+    """The rank that caused a failure, and how; equal on every rank that raises it."""
 
     rank: int | None
     text: str
@@ -60,7 +60,7 @@ def report_of(rank: int, error: BaseException) -> FailureReport:
 def remote_error(
     report: FailureReport, me: int, pending: PendingCollective, transport_error: str = ""
 ) -> ShardwiseError:
-    """What rank `me`, which waits in `pending`, raises because of `report`."""
+    """The error of rank `me`, which waits in `pending`, because of `report`."""
     if report.mismatch:
         return MismatchError(f"{report}\n  Fix: {report.fix}")
     lines = [str(report), f"Rank {me} waited in {pending}"]
@@ -71,10 +71,10 @@ def remote_error(
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process; its start time distinguishes it from an earlier one with the same number.
+    """One process; its start time distinguishes it from an earlier process with its number.
 
     Attributes:
-        records: path of the memory in which processes of the same host find its ledger.
+        records: path of the memory in which processes of its host find its ledger.
     """
 
     host: str
@@ -104,17 +104,17 @@ def this_process() -> ProcessIdentity:
 
 
 def identity_of(pid: int) -> ProcessIdentity:
-    """The process of this host that has the number `pid`."""
+    """The process of this host with the number `pid`."""
     found = _stat(pid)
     return ProcessIdentity(_host(), pid, found[1] if found else "")
 
 
 @cache
 def _host() -> str:
-    """A name that two processes share only where they can see each other's process numbers and files in memory.
+    """A name that two processes share only if they can see each other's process numbers and files in memory.
 
-    Host names of machines and of containers may be equal, and containers may have users of their own. Without a /proc
-    of its own process namespace a process shares its name with none, because the numbers of others mean nothing to it.
+    Host names of machines and of containers may be equal, and containers may have their own users. Without a /proc of
+    its process namespace a process shares its name with none: numbers of others mean nothing to it.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -134,14 +134,14 @@ def _stat(pid: int) -> tuple[str, str] | None:
 
 
 class FailureStore:
-    """What the ranks of one world publish. Every method may raise what an unreachable store raises."""
+    """The entries that the ranks of one world publish. Every method may raise what an unreachable store raises."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store = store
         self.rank = rank
 
     def publish(self, kind: str, value: object) -> None:
-        """Publish what this rank has to say of one kind, in JSON.
+        """Publish an entry of this rank of one kind, in JSON.
 
         exit          how it exits, or leaves the world, without an error
         running       the code that it runs instead of a collective
@@ -153,20 +153,20 @@ class FailureStore:
         self.store.set(_key(kind, self.rank), json.dumps(value))
 
     def read(self, kind: str, rank: int | None = None) -> Any:
-        """What a rank has published of a kind, or any rank; None if it has not."""
+        """A rank's entry of a kind, or any rank's; None if there is none."""
         key = _key(kind, rank)
         return _loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _publish_first(self, kind: str, value: FailureReport | DifferentCalls) -> Any:
-        """Publish a value unless another rank has; return what is published."""
+        """Publish a value unless another rank has. Returns the published one."""
         return _loads(self.store.compare_set(_key(kind), "", json.dumps(asdict(value))))
 
     def have_all(self, kind: str, ranks: Sequence[int]) -> bool:
-        """Whether each of `ranks` has published something of this kind; one round trip."""
+        """Whether each of `ranks` has published an entry of this kind; one round trip."""
         return self.store.check([_key(kind, rank) for rank in ranks])
 
     def register(self, records: str = "") -> None:
-        """Publish which process this rank is, and where its ledger is."""
+        """Publish the process of this rank, and the path of its ledger."""
         self.publish("process", asdict(replace(this_process(), records=records)))
 
     def process(self, rank: int) -> ProcessIdentity | None:
@@ -175,11 +175,11 @@ class FailureStore:
         return None if found is None else ProcessIdentity(**found)
 
     def publish_pending(self, pending: PendingCollective) -> None:
-        """Publish the collective that this rank waits or waited in."""
+        """Publish the collective in which this rank waits or waited."""
         self.publish("pending", asdict(pending))
 
     def pending(self, rank: int) -> PendingCollective | None:
-        """The collective that a rank waits in; None if it has published none."""
+        """The collective in which a rank waits; None if it has published none."""
         found = self.read("pending", rank)
         return None if found is None else PendingCollective(**found | {"call": CollectiveCall(**found["call"])})
 
@@ -191,7 +191,7 @@ class FailureStore:
         return self.store.check([_key("states_requested")])
 
     def publish_difference(self, difference: DifferentCalls) -> DifferentCalls:
-        """Publish that ranks disagree, unless another rank has; return what is published."""
+        """Publish that ranks disagree, unless another rank has. Returns the published difference."""
         return DifferentCalls(**self._publish_first("difference", difference))
 
     def difference(self) -> DifferentCalls | None:
@@ -199,7 +199,7 @@ class FailureStore:
         return None if found is None else DifferentCalls(**found)
 
     def publish_root(self, report: FailureReport) -> FailureReport:
-        """Publish the root of all failures unless there is one already; return the one that is published."""
+        """Publish the root of all failures unless one is published. Returns the published one."""
         found = self._publish_first("root", report)
         self.request_states()
         return FailureReport(**found)

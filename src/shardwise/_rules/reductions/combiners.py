@@ -1,4 +1,4 @@
-"""Statistics of shards from which those of the full tensor follow: sums of exponentials, and moments."""
+"""Statistics of shards that determine those of the full tensor: sums of exponentials, and moments."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def combined_sums(tops: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest x of several shards, without gradient, and sums over them all, perhaps weighted sums of values.
+    """The largest x of several shards, without gradient, and sums over all shards, perhaps weighted sums of values.
 
-    Sums are of exp(x - top), where `top` is the largest x, so that none overflows. Of no x, or of -inf only, `top` is
-    -inf and the sum is 0, and the gradient is zero: other ranks may have larger x.
+    Sums are of exp(x - top), where `top` is the largest x, so that none overflows. Without any x, or with -inf only,
+    `top` is -inf, the sum is 0, and the gradient is zero: other ranks may have larger x.
 
     Args:
-        tops, sums: those of each shard, along dim 0.
+        tops, sums: of each shard, along dim 0.
     """
     tops = tops.detach()
     top = tops.amax(0)
@@ -38,7 +38,7 @@ def top_along(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def finite(top: Tensor) -> Tensor:
-    """0 in place of an infinite largest element, which cannot be subtracted from itself."""
+    """0 for an infinite largest element, which cannot be subtracted from itself."""
     return top.masked_fill(top.isinf(), 0)
 
 
@@ -53,7 +53,7 @@ _UNSQUEEZED: Callable[[Tensor], Tensor] = partial(torch.unsqueeze, dim=0)
 
 
 def moments(x: Tensor, dims: tuple[int, ...], pivot: Tensor | None = None) -> Moments:
-    """Moments of x along dims, which are kept; of x + pivot if x are deviations from one, small ones."""
+    """Moments of x along dims, which are kept; or of x + pivot, if x are small deviations from a pivot."""
     if x.numel() == 0:
         zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
         return zeros.detach(), zeros, zeros
@@ -68,10 +68,10 @@ def moments(x: Tensor, dims: tuple[int, ...], pivot: Tensor | None = None) -> Mo
 def combined_moments(
     parts: Sequence[Tensor], add: Callable[[Tensor], Tensor] = _SUM, spread: Callable[[Tensor], Tensor] = _UNSQUEEZED
 ) -> Moments:
-    """Moments of unions: `add` sums over the parts of each, `spread` gives its parts what a union has.
+    """Moments of unions: `add` sums over the parts of each union, `spread` gives its parts the union's value.
 
-    By default there is one union, of all along dim 0. Moments follow without cancellation (Chan, Golub, LeVeque:
-    Updating formulae for computing sample variances, 1979), also for uneven and empty shards.
+    By default there is one union, of all parts along dim 0. Moments are combined without cancellation (Chan, Golub,
+    LeVeque: Updating formulae for computing sample variances, 1979), also for uneven and empty shards.
     """
     counts, means, squares = parts
     count = add(counts)

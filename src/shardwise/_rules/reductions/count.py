@@ -18,7 +18,7 @@ WHY = "each rank counts its own elements"
 
 
 def bincount(input: Meta, weights: Meta | None = None, minlength: int = 0) -> list[Row]:
-    """out[i] = how often i is in input, or the sum of the weights of these elements."""
+    """out[i] = the number of i in input, or the sum of the weights of these elements."""
     return [Row((Shard(0),) * (1 if weights is None else 2), PARTIAL, WHY, _bincount)]
 
 
@@ -41,7 +41,7 @@ def _range(ctx: LocalContext, x: Tensor, default: tuple[float, float]) -> tuple[
 
 
 def histc(input: Meta, bins: int = 100, min: float = 0, max: float = 0) -> list[Row]:
-    """out[i] = how many elements are in the i-th of equal bins from min to max."""
+    """out[i] = the number of elements in the i-th of equal bins from min to max."""
     others = [input.placement] if isinstance(input.placement, OnRanks | Boxes) else []
     placements = [*map(Shard, range(input.ndim)), *others]
     return [Row((p,), PARTIAL, WHY, on_operand(_histc, bins, min, max)) for p in placements]
@@ -106,7 +106,7 @@ def unique(
 
 
 def _unique_first(input: Meta, *args: object, dim: int | None = None, **_: object) -> Sequence[int]:
-    """`dim` is the outermost one in memory."""
+    """The memory order of the result: `dim` is outermost."""
     dim = args[3] if len(args) > 3 else dim  # type: ignore[assignment]
     return () if dim is None else sorted(range(input.ndim), key=lambda d: d != dim % input.ndim)
 

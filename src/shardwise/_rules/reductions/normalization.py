@@ -30,7 +30,7 @@ Maybe = Tensor | None
 
 
 def softmax(variant: str, x: Meta, dim: int | None = None, *args: object, **kwargs: object) -> list[Row]:
-    """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where that is 0 / 0."""
+    """out = exp(x) / sum over dim of exp(x); its logarithm; or zeros where it is 0 / 0."""
     if dim is None:
         raise NotImplementedError("torch chooses the dim")
     if True in [a for a in args if isinstance(a, bool)]:
@@ -114,7 +114,7 @@ def _last(normalized_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _without_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """`x - mean` with all digits of a mean in float64, in the dtype of x."""
+    """`x - mean` with all digits of a float64 mean, in the dtype of x."""
     rounded = mean.detach().to(x.dtype)
     return (x - rounded) - (mean - rounded).to(x.dtype)
 
@@ -143,7 +143,7 @@ Named = dict[str, Any]
 
 
 def _named(op: Op, args: Args, kwargs: Named) -> Named:
-    """The arguments by name, in the order of the call; `from_input`: whether moments are those of the input."""
+    """The arguments by name, in the order of the call; `from_input`: whether moments are the input's."""
     named = {"momentum": 0.1, "eps": 1e-5, **dict(zip(NAMES[op].split(), args, strict=False)), **kwargs}
     from_input = named.get("use_input_stats", op not in BATCH) if op not in BATCH else named.get("training", False)
     return {**named, "from_input": from_input}
@@ -153,7 +153,7 @@ def channelwise(op: Op, *args: object, **kwargs: object) -> list[Row]:
     """out = (x - mean) / deviation times weight plus bias of each channel, dim 1.
 
     Means are over batch and space (batch_norm), space (instance_norm), or space and the channels of a group
-    (group_norm). Running statistics are updated in place, in their layout, with the moments over all ranks.
+    (group_norm). Running statistics are updated in place, in their layout, with moments over all ranks.
     """
     named = _named(op, args, kwargs)
     x, from_input = named["input"], named["from_input"]
@@ -185,7 +185,7 @@ def _channelwise_order(op: Op, *args: object, **kwargs: object) -> list[int]:
 
 
 def _check_sizes(op: Op, x: Meta, named: Named) -> None:
-    """The checks of global sizes that torch's functions do in Python."""
+    """The checks of global sizes in the Python code of torch's functions."""
     groups = named.get("num_groups", 1)
     scales = [named[name] for name in ("weight", "bias") if named.get(name) is not None]
     if (
@@ -228,16 +228,16 @@ def _by_moments(op: Op, ctx: LocalContext, *args: object, **kwargs: object) -> T
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of an input on this rank, in groups that have moments in common."""
+    """The channels of an input on this rank, in groups with common moments."""
 
     ctx: LocalContext
     named: Named
     x: Tensor
     box: Box
     groups: int
-    size: int  # of a group
-    group: Tensor  # of each channel
-    statistics: dict[str, Layout]  # that change
+    size: int  # channels of a group
+    group: Tensor  # the group of each channel
+    statistics: dict[str, Layout]  # running statistics that change
 
     @cached_property
     def flat(self) -> Tensor:
@@ -245,7 +245,7 @@ class Channels:
         return as_accumulator(self.x).reshape(*self.x.shape[:2], prod(self.x.shape[2:]))
 
     def ranks(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks along `axes` that combine moments; this one only, if each can normalize alone."""
+        """The ranks along `axes` that combine moments; only this one, if each can normalize alone."""
         layouts, ranks = tuple(self.statistics.values()), self.ctx.ranks(axes)
         return _sharing_ranks(self.ctx.layouts[0], layouts, self.size, self.ctx.rank, ranks)
 
@@ -271,7 +271,7 @@ class Channels:
 
     @torch.no_grad()
     def update(self, found: Tensor, members: int, same_version: bool) -> None:
-        """Move running statistics towards means and variances of so many members each."""
+        """Update running statistics by means and variances of so many members each."""
         news = dict(zip(STATISTICS, (found[0], found[1] * (members / max(members - 1, 1))), strict=True))
         for name, layout in self.statistics.items():
             box, changed, momentum = layout.box(self.ctx.rank), self.named[name], self.named["momentum"]
@@ -310,7 +310,7 @@ def _batch_norm(c: Channels) -> Tensor:
 def _sharing_ranks(
     x: Layout, statistics: tuple[Layout, ...], size: int, rank: int, ranks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The ranks that combine moments; `rank` only, if none needs channels, or shards of groups, of another one.
+    """The ranks that combine moments; only `rank`, if none needs channels, or shards of groups, of another one.
 
     Args:
         statistics: running statistics, which need the channels that they have; each group has `size` channels.

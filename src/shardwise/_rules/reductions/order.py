@@ -1,7 +1,7 @@
 """max with indices, topk, sort, median, kthvalue, quantile, searchsorted.
 
-If the dim is sharded, ranks exchange candidates (max, topk), or find by counting how many of each rank's elements come
-before the k-th of all (sort, median, quantile), so that each element is sent at most once.
+If the dim is sharded, ranks exchange candidates (max, topk), or count how many of each rank's elements come before the
+k-th of all (sort, median, quantile), so that each element is sent at most once.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ ALL_BITS = torch.iinfo(torch.int64)
 
 
 def _two(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Both along a dim of length 2, as views that users may change in place, unlike those of unbind."""
+    """Both along a dim of length 2, as views that users may change in place, unlike unbind's."""
     return x.select(dim, 0), x.select(dim, 1)
 
 
@@ -109,7 +109,7 @@ def gather_rows(ctx: LocalContext, x: Tensor, lengths: Sequence[int], order: Seq
 
 
 def offset_order(ctx: LocalContext, dim: int) -> list[int]:
-    """Positions in `ctx.ranks()`, by shard offset along `dim`; empty shards before others of the same offset."""
+    """Positions in `ctx.ranks()`, by shard offset along `dim`; empty shards come before others of equal offset."""
     boxes = ctx.boxes(0)
     return sorted(range(len(boxes)), key=lambda i: (boxes[i].offsets[dim], boxes[i].sizes[dim]))
 
@@ -139,7 +139,7 @@ def _sorted(ctx: LocalContext, x: Tensor, result: str, dim: int, descending: boo
 
 
 def sort_keys(x: Tensor, descending: bool = False) -> Tensor:
-    """int64 numbers in the order in which torch sorts x: nan after all others, -0 as 0."""
+    """int64 numbers in torch's sort order of x: nan after all others, -0 as 0."""
     keys = x.detach().long() if not x.is_floating_point() else (x.detach().double() + 0.0).view(torch.int64)
     if x.is_floating_point():
         keys = torch.where(keys < 0, keys ^ ALL_BITS.max, keys).masked_fill(x.isnan(), ALL_BITS.max)
@@ -147,7 +147,7 @@ def sort_keys(x: Tensor, descending: bool = False) -> Tensor:
 
 
 def _exchange_sorted(ctx: LocalContext, dim: int, keys: Tensor, rows: Tensor) -> Tensor:
-    """The rows of this rank's shard of the sorted result; `keys` are those of `rows`, rising. Each is sent once."""
+    """The rows of this rank's shard of the sorted result; `keys` are the rising keys of `rows`. Each is sent once."""
     order = offset_order(ctx, dim)
     sizes = [shard_counts(ctx, None)[i] for i in order]
     here, positions = order.index(group_rank(ctx)), [order.index(i) for i in range(len(order))]
@@ -165,15 +165,15 @@ def _exchange_sorted(ctx: LocalContext, dim: int, keys: Tensor, rows: Tensor) ->
 def count_below(
     ctx: LocalContext, keys: Tensor, wanted: Sequence[int], sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """How many keys of each rank are below, and equal to, each of the globally `wanted`-th keys.
+    """The number of keys of each rank below, and equal to, each of the globally `wanted`-th keys.
 
     A radix search: each round decides DIGIT bits of the wanted keys. The ranks all-gather how many of their keys are
-    below each of the 2^DIGIT marks that divide the range that is left.
+    below each of the 2^DIGIT marks that divide the remaining range.
 
     Args:
         keys: of this rank, rising.
         wanted: positions among the sorted keys of all ranks.
-        sizes: numbers of keys of the ranks, in `order`, which is also that of the results' rows.
+        sizes: numbers of keys of the ranks, in `order`, which is also the order of the results' rows.
     """
     target, upper = keys.new_tensor(wanted).unsqueeze(1), keys.new_tensor(sizes).unsqueeze(1).expand(-1, len(wanted))
     if sum(sizes) <= SMALL:
@@ -274,7 +274,7 @@ def _quantile_of_line(name: str, ctx: LocalContext, /, input: Tensor, q: Any, *_
 
 
 def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = None, **_: object) -> list[Row]:
-    """out[…, j] = how many of sorted_sequence[…, :] are below input[…, j]: Partial over shards of the sequence."""
+    """out[…, j] = the number of sorted_sequence[…, :] below input[…, j]: Partial over shards of the sequence."""
     last, values = sorted_sequence.ndim - 1, isinstance(input, Meta)
     rows = []
     for d in range(input.ndim if values else 0):
@@ -288,7 +288,7 @@ def searchsorted(sorted_sequence: Meta, input: Any, *, sorter: Meta | None = Non
 
 
 def bucketize(input: Any, boundaries: Meta, **_: object) -> list[Row]:
-    """out[j] = how many of the boundaries are below input[j]."""
+    """out[j] = the number of boundaries below input[j]."""
     return [Row(row.inputs[::-1], row.output, row.why) for row in searchsorted(boundaries, input)]
 
 

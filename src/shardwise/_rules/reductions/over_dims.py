@@ -1,4 +1,4 @@
-"""What ops over dims share: how a call names the dims, rows for kept and reduced dims, and values of local shards."""
+"""Common parts of ops over dims: the dims in a call, rows for kept and reduced dims, and values of local shards."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -110,7 +110,7 @@ def nonempty_shard(
     ctx: LocalContext, x: Tensor, dims: Dims, identity: float, always: bool = False
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The local tensor, and the dims to reduce. An empty one becomes one `identity` along each dim, so that all ranks
-    build the same graph. Where the global tensor is empty (and not `always`) it stays empty, and torch raises."""
+    build one graph. If the global tensor is empty (and not `always`) it stays empty, and torch raises."""
     shape = ctx.layouts[0].shape
     if dims is None:
         x, dims, shape = x.reshape(-1), (0,), (prod(shape),)
@@ -121,7 +121,7 @@ def nonempty_shard(
 
 
 def shard_counts(ctx: LocalContext, dims: Dims) -> list[int]:
-    """How many elements along `dims` each of `ctx.ranks()` reduces."""
+    """The number of elements along `dims` that each of `ctx.ranks()` reduces."""
     held = [ctx.layouts[0].boxes(rank) for rank in ctx.ranks()]
     return [sum(prod(box.sizes if dims is None else [box.sizes[d] for d in dims]) for box in boxes) for boxes in held]
 

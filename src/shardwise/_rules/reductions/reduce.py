@@ -1,7 +1,7 @@
 """Reductions and scans.
 
 sum over a sharded dim     each rank reduces its shard; the result is Partial
-var, norm, logsumexp, max  the ranks all-gather what each found on its shard, and combine it
+var, norm, logsumexp, max  the ranks all-gather the results of their shards, and combine them
 cumsum along a sharded dim the ranks all-gather the totals of their shards, and continue from those before
 """
 
@@ -53,8 +53,8 @@ def reduced(reduce_op: str, linear: Sequence[Placement], input: Meta, *args: Any
 
 
 def product(input: Meta, *args: object, dtype: torch.dtype | None = None, **kwargs: object) -> list[Row]:
-    """out = the product over some dims. It is not Partial: the gradient of a rank's product is not that of the result,
-    and hooks and `torch.autograd.grad` would get it."""
+    """out = the product over some dims. It is not Partial: the gradient of a rank's product is not the result's, and
+    hooks and `torch.autograd.grad` would get it."""
     return rows_over_all(input, *reduced_dims(input, args, kwargs), REPLICATE, _local_product, dtype)
 
 
@@ -62,7 +62,7 @@ def _local_product(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtyp
     x = autocast_to_float(x) if dtype is None else x.to(dtype)
     shard, (along,) = nonempty_shard(ctx, as_float64(x), dims, 1)
     own = shard.prod(along, keepdim=keepdim)
-    total: Tensor = reduce(torch.mul, ctx.all_gather(own).unbind())  # whose gradients divide by no infinite one
+    total: Tensor = reduce(torch.mul, ctx.all_gather(own).unbind())  # its gradients divide by no infinite value
     kept = x.dtype if x.is_floating_point() or x.is_complex() else own.dtype
     return total.to(dtype or kept)
 
@@ -130,7 +130,7 @@ def _variance(
     if x.is_complex():
         result, mean = result.sum(-1), torch.view_as_complex(mean)
     if root:
-        zero = result == 0  # where torch's gradient is zero, not infinite
+        zero = result == 0  # torch's gradient is zero there, not infinite
         result = torch.where(zero, 0, torch.where(zero, 1, result).sqrt())
     result = result.to(x.dtype.to_real())
     return (result, mean.to(x.dtype)) if with_mean else result
@@ -174,7 +174,7 @@ def _norm(
 def _beside_infinity(combine: Callable[[Tensor], Tensor], every: Tensor) -> Tensor:
     """`combine(every)`; where it is infinite, ranks with an infinite result have its gradient, and others 0 times it.
 
-    That of `combine` has inf / inf, so finite elements beside an infinite one would get nan, unlike in torch."""
+    The gradient of `combine` has inf / inf, so finite elements beside an infinite one would get nan, unlike torch."""
     if not every.requires_grad or every.is_complex():
         return combine(every)
     infinite = combine(every.detach()) == inf
@@ -196,7 +196,7 @@ def cdist(x1: Meta, x2: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def log_sum_exp(input: Meta, dim: int | Sequence[int] | None, keepdim: bool = False) -> list[Row]:
-    """out = log(sum exp(input)) over some dims; ranks all-gather those of their shards."""
+    """out = log(sum exp(input)) over some dims; ranks all-gather the results of their shards."""
     return rows_over_all(input, *reduced_dims(input, (dim, keepdim), {}), REPLICATE, _log_sum_exp)
 
 
@@ -232,8 +232,8 @@ def extremes(
     ranks all-gather values and numbers of ties; a Partial("max") result could not count them.
 
     Args:
-        zero_elsewhere: other elements have gradient zero, whatever the gradient of the result, as in `torch.max(x)`;
-            in `torch.amax` they have zero times it, and a maximum that is nan gives only nan.
+        zero_elsewhere: other elements have gradient zero, whatever the gradient of the result, as in `torch.max(x)`; in
+            `torch.amax` they have zero times it, and a nan maximum gives only nan.
     """
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() else torch.int64)
     found, results = [], []
@@ -263,13 +263,13 @@ def extremes(
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Where the values are equal, or both nan."""
+    """Whether values are equal, or both nan."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
 class _Select(TensorFunction):
-    """`value`, which is one of the elements of `every`; these get `shares` of its gradient, or zero of an infinite one
-    too where their share is zero if `zero_elsewhere`."""
+    """`value`, one of the elements of `every`. These get `shares` of its gradient; with `zero_elsewhere`, zero where
+    the share is zero, even of an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, every: Tensor, value: Tensor, shares: Tensor, zero_elsewhere: bool) -> Tensor:
@@ -309,7 +309,7 @@ def _scanned(ctx: LocalContext, x: Tensor, name: str, dim: int, dtype: torch.dty
 
 
 def _before(ctx: LocalContext, dim: int, own: Tensor) -> Tensor:
-    """The `own` of the ranks whose shards are before this rank's, in the order of their offsets."""
+    """The `own` of the ranks with shards before this rank's, in the order of their offsets."""
     boxes = ctx.boxes(0)
     here = boxes[group_rank(ctx)].offsets[dim]
     earlier = [i for i, box in enumerate(boxes) if box.offsets[dim] < here]

@@ -54,7 +54,7 @@ ROUTED = "indices are sent to the owners"
 
 @dataclass(frozen=True)
 class IndexForm:
-    """The arguments of an op, and what its index tensors mean.
+    """The arguments of an op, and the meaning of its index tensors.
 
     Args:
         names: the names of the arguments after x.
@@ -96,7 +96,7 @@ class Call(NamedTuple, Generic[X]):
 
     @property
     def index_shape(self) -> tuple[int, ...]:
-        """The shape of the index tensors, which the result of a read has in place of the indexed dims."""
+        """The shape of the index tensors, which replaces the indexed dims in the result of a read."""
         return tuple(torch.broadcast_shapes(*(i.shape for i in self.ids)))
 
     @property
@@ -106,12 +106,12 @@ class Call(NamedTuple, Generic[X]):
 
     @property
     def start(self) -> int:
-        """The first index dim of the result of a read: that of the indexed dims, or 0 if those are not adjacent."""
+        """The first index dim in the result of a read: that of the indexed dims, or 0 if these are not adjacent."""
         adjacent = self.indexed == tuple(range(self.indexed[0], self.indexed[-1] + 1))
         return self.indexed[0] if adjacent else 0
 
     def read_shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the result of a read, where the kept dims have these lengths."""
+        """The shape of the result of a read, for kept dims of these lengths."""
         return (*kept[: self.start], *self.index_shape, *kept[self.start :])
 
 
@@ -216,7 +216,7 @@ BadIndex = tuple[int, int]  # dim + 1 and value of the first index that is out o
 
 
 class Targets(NamedTuple):
-    """The slices that a rank's indices name."""
+    """The slices named by a rank's indices."""
 
     owner: Tensor  # position in the ranks that share x, -1 for none
     local: Tensor  # index of the slice in the owner's local tensor, its indexed dims flattened
@@ -266,7 +266,7 @@ def _write(form: IndexForm, ctx: LocalContext, x: Tensor, /, *args: object, **kw
 
 
 def _kept_sizes(ctx: LocalContext, call: Call[Tensor]) -> list[int]:
-    """The lengths of the kept dims on those of `ctx.ranks()` that have elements."""
+    """The lengths of the kept dims on each of `ctx.ranks()` with elements."""
     boxes = [ctx.layouts[0].box(rank) for rank in ctx.ranks()]
     return [max(box.sizes[d] for box in boxes) for d in call.kept]
 
@@ -293,7 +293,7 @@ def _shared_axes(ctx: LocalContext, call: Call[Tensor]) -> tuple[int, ...]:
 
 
 def _targets(ctx: LocalContext, call: Call[Tensor], ranks: tuple[int, ...]) -> Targets:
-    """The owners of slices: the boxes that have any are a grid, so each indexed dim is looked up alone."""
+    """The owners of slices: the non-empty boxes are a grid, so each indexed dim is looked up alone."""
     positions, bad_index = _positions(ctx, call)
     new_tensor = partial(torch.tensor, device=positions[0].device)
     boxes = [ctx.layouts[0].box(rank) for rank in ranks]
@@ -355,7 +355,7 @@ def raise_bad_index(shape: tuple[int, ...], bad_index: BadIndex) -> None:
 
 
 def _send_indices(ctx: LocalContext, ranks: tuple[int, ...], targets: Targets) -> tuple[Tensor, Route, Tensor]:
-    """Send indices to their owners: the order in which they are sent, the route, and the indices received."""
+    """Send indices to their owners. Returns the sending order, the route, and the received indices."""
     order = targets.owner.argsort(stable=True)
     order = order[targets.owner[order] >= 0]
     counts = targets.owner[order].bincount(minlength=len(ranks)).tolist()
@@ -371,7 +371,7 @@ def _take_slices(x: Tensor, call: Call[Tensor], index: Tensor) -> Tensor:
 
 
 def _values(call: Call[Tensor], kept: Sequence[int]) -> Any:
-    """What is written: one row per slice, or one number for all."""
+    """The written values: one row per slice, or one number for all."""
     values = call.values
     if not isinstance(values, Tensor) or (call.form.names[0] == "dim" and not values.ndim):
         return values
@@ -418,7 +418,7 @@ def boolean_index(x: Tensor, start: int, mask: Tensor) -> Tensor:
 
 
 def boolean_rows(x: Meta, start: int, mask: Meta) -> list[Row]:
-    """out = x where the mask is true; how many elements that are depends on the data."""
+    """out = x where the mask is true; their number depends on the data."""
     found = [Row((Shard(start), Shard(0)), Shard(start), "each rank reads at its shard of the mask")]
     for d in range(x.ndim):
         if d < start or d >= start + mask.ndim:
@@ -428,7 +428,7 @@ def boolean_rows(x: Meta, start: int, mask: Meta) -> list[Row]:
 
 
 def _boolean_order(x: Meta, start: int, mask: Meta) -> Sequence[int]:
-    """Torch converts a mask to indices; the order that these give the result depends on strides only."""
+    """The order of a result with a mask: torch converts masks to indices, so it depends on strides only."""
     if x.strides is None:
         return ()
     many = [torch.empty(2, dtype=torch.int64, device="meta")] * mask.ndim
@@ -438,7 +438,7 @@ def _boolean_order(x: Meta, start: int, mask: Meta) -> Sequence[int]:
 
 
 def masked_scatter(x: Meta, mask: Meta, source: Meta) -> list[Row]:
-    """Where the mask is true, x gets the next element of source, in row-major order."""
+    """x with the next element of source wherever the mask is true, in row-major order."""
     if mask.shape != x.shape:
         raise NotImplementedError("x and the mask are broadcast first")
     return [
@@ -485,7 +485,7 @@ for _name, _mode, _names, _indexing, _wraps in OPS:
     for _op, _in_place in forms_of(_name):
         _form = IndexForm(tuple(_names.split()), _indexing, _in_place, _wraps)
         _shape = None if _mode == "read" else shape_of_first
-        _takes_masks = _name in ("index", "index_put")  # which have no rows
+        _takes_masks = _name in ("index", "index_put")  # these have no rows for masks
         register(OpRule(partial(rows, _form, _mode), _in_place, _shape, index_form=_form, typed=_takes_masks), _op)
 register(OpRule(boolean_rows, data_dependent_shape=True, memory_order=_boolean_order), boolean_index)
 for _op, _in_place in forms_of("masked_scatter"):

@@ -34,8 +34,8 @@ class Run(NamedTuple):
     """`length` indices start, start + step, … of a dim of operand number `operand`, or as many constants (FILLED).
 
     Args:
-        span: element i is not one index but a window, of this many indices from start + step i on.
-        scale: indices count in steps of 1 / scale: element i has those from floor((start + step i) / scale) on.
+        span: element i is a window of this many indices from start + step i on, instead of one index.
+        scale: indices count in steps of 1 / scale: the indices of element i begin at floor((start + step i) / scale).
     """
 
     start: int
@@ -51,12 +51,12 @@ class Run(NamedTuple):
         return self._replace(start=self.start + self.step * low, length=max(high - low, 0))
 
     def offset_of(self, index: int) -> int:
-        """How many elements of a rising run are before `index` of the dim: a window is where its center is."""
+        """The number of elements of a rising run before `index` of the dim; a window is at its center."""
         twice = 2 * self.start + self.span - 1 - 2 * self.scale * index
         return min(max(0, -(twice // (2 * self.step))), self.length)
 
     def map_index(self, size: int, index: int) -> int:
-        """`offset_of`, but all of the run is within the dim of `size`, also what begins before it or ends after it."""
+        """`offset_of` with all of the run inside the dim of `size`, also parts that begin before it or end after it."""
         return self.offset_of(index) if 0 < index < size else self.length if index else 0
 
     def local(self, offset: int, size: int) -> slice:
@@ -66,7 +66,7 @@ class Run(NamedTuple):
         return slice(start, start + own.length * self.step, self.step)
 
     def indices(self) -> tuple[int, int]:
-        """The range of indices that the run has: from, to."""
+        """The range of indices of the run: first, last + 1."""
         if not self.length:
             return 0, 0
         ends = self.start, self.start + self.step * (self.length - 1)
@@ -83,7 +83,7 @@ Parts = list[tuple[Run, Box]]  # the runs of a rank's shard of the result, and t
 
 
 def _parts(runs: Runs, dim: int, result: Box, held: Sequence[Box]) -> Parts:
-    """The runs of a rank's shard of the result, for the boxes of the operands that it holds."""
+    """The runs of a rank's shard of the result, for the operands' boxes on it."""
     found, low = [], result.offsets[dim]
     for run in runs:
         within = run.between(low, low + result.sizes[dim])
@@ -121,7 +121,7 @@ def _fetched(
 ) -> Tensor:
     """The parts of this rank, one after the other along `dim`.
 
-    Every operand is in the autograd graph of every rank, also where the rank's shard has none of its elements.
+    Every operand is in the autograd graph of every rank, even if the rank's shard has none of its elements.
     """
     wanted = {}
     for rank, own, of_rank in zip(ctx.ranks(), held[0], parts, strict=True):
@@ -156,7 +156,7 @@ def unsharded_rows(
 
 
 def run_on_owner(ctx: LocalContext, x: Tensor | Sequence[Tensor], /, *args: object, **kwargs: object) -> Any:
-    """The op on the ranks that hold elements of the result."""
+    """The op on the ranks with elements of the result."""
     if ctx.output.boxes(ctx.rank):
         return ctx.call(x, *args, **kwargs)
     return empty_result(ctx, *([x] if isinstance(x, Tensor) else x))

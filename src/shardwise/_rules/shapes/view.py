@@ -1,6 +1,6 @@
 """Views that permute, add, drop, slice, merge or split dims, diagonals and triangles of matrices.
 
-Where the dims of an operand go in a view is found by running the op on a meta tensor whose strides identify its dims:
+A view's dims are found by running the op on a meta tensor whose strides identify its dims:
 
     probe_views(Tensor.transpose, x, (0, 1), {})   of x (4, 6): strides (8, 1) -> (1, 8)
     ViewMap(dims=((1, Run(0, 6)), (0, Run(0, 4))), fixed={})
@@ -33,7 +33,7 @@ LARGEST_STEP = 255  # in an empty dim
 
 @dataclass(frozen=True)
 class ViewMap:
-    """Which elements of the operand a view has."""
+    """The elements of the operand in a view."""
 
     dims: tuple[tuple[int, Run] | int, ...]  # dims of the operand and their runs; a number is the length of a new dim
     fixed: dict[int, int]  # dims of the operand that the view lacks, and the index taken of them
@@ -47,7 +47,7 @@ class ViewMap:
         return next(((i, a[1]) for i, a in enumerate(self.dims) if isinstance(a, tuple) and a[0] == dim), None)
 
     def local_index(self, own: Box) -> tuple[Any, ...]:
-        """The index by which a rank that holds `own` gets its local shard of the view."""
+        """The index by which a rank with box `own` gets its local shard of the view."""
         index: list[Any] = [at - own.offsets[d] for d, at in sorted(self.fixed.items())]
         last = -1  # of the dims so far
         for place, along in enumerate(self.dims):
@@ -58,7 +58,7 @@ class ViewMap:
 
 
 def probe_views(op: Op, x: Meta, args: Args, kwargs: Kwargs) -> tuple[list[ViewMap], bool]:
-    """What `op` does to a tensor like `x`, and whether it has several results.
+    """The map of `op` on a tensor like `x`, and whether `op` has several results.
 
     Raises:
         NotImplementedError: a dim of the result runs along several dims of the operand, or the other way round.
@@ -114,7 +114,7 @@ def _view_map(view: Tensor, shape: tuple[int, ...]) -> ViewMap:
 
 
 def permuted(op: Op, local: LocalFunction | None, x: Meta, *args: object, **kwargs: object) -> list[Row]:
-    """Rows of an op that permutes, adds and drops dims: a dim that is kept in full may be sharded."""
+    """Rows of an op that permutes, adds and drops dims: a fully kept dim may be sharded."""
     shape = x.shape if local else tuple(max(n, 2) for n in x.shape)  # a dim of length 1 looks like a new one
     (view,), _ = probe_views(op, x._replace(shape=shape), args, kwargs)
     rows = []
@@ -175,7 +175,7 @@ def sliced(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def _is_full(call: ViewCall, dim: int, found: Sequence[tuple[int, Run]]) -> bool:
-    """Whether the op would also keep a longer `dim` in full: it names no index that happens to span this one."""
+    """Whether the op would also fully keep a longer `dim`: it names no index that happens to span this one."""
     op, shape, dtype, args, kwargs = call
     longer = shape[dim] + 2
     try:
@@ -211,7 +211,7 @@ def _specialize_slices(call: ViewCall, ctx: LocalContext) -> LocalFunction | Non
 
 
 def _sends_index(view: ViewMap, ctx: LocalContext) -> bool:
-    """Whether a single index of a dim is in the shards of some ranks only."""
+    """Whether a single index of a dim is in the shards of only some ranks."""
     layout = ctx.layouts[0]
     boxes = [layout.box(rank) for rank in ctx.ranks() if layout.boxes(rank)]
     return any(box.sizes[d] != layout.shape[d] for box in boxes for d in view.fixed)
@@ -248,7 +248,7 @@ Group = tuple[range, range]  # dims before and after that hold the same elements
 def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
     """Rows of a reshape.
 
-    Where dims merge or split, shards of the first dim stay on their ranks: shards of dim 0 of (6, 4) are shards of the
+    If dims merge or split, shards of the first dim stay on their ranks: shards of dim 0 of (6, 4) are shards of the
     merged dim of 24, four times as long. If a later dim is sharded, elements are sent directly to the ranks that hold
     them in the result.
     """
@@ -282,7 +282,7 @@ def reshaped(op: Op, x: Meta, *args: object, **kwargs: object) -> list[Row]:
 
 
 def _kept(before: tuple[int, ...], after: tuple[int, ...], old: range, new: range) -> list[tuple[int, int]]:
-    """The dims of length 1 before that are still there after, with as many elements outside of them, as pairs."""
+    """The kept dims of length 1, with equal numbers of elements outside of them, as pairs."""
     found = []
     for d in (d for d in old if before[d] == 1):
         outer = prod(before[old.start : d])
@@ -377,7 +377,7 @@ def _viewed(
 def _regrouped(
     ctx: LocalContext, x: Tensor, held: dict[int, Box], old: range, new: range
 ) -> tuple[Tensor, dict[int, Box]]:
-    """Fetch the elements of the dims `old` that the rank's shard of the result has under `new`, as one dim."""
+    """Fetch the elements of the dims `old` in the rank's shard of the result under `new`, as one dim."""
     shape, after = ctx.layouts[0].shape, ctx.output.shape
     goals, wanted = {}, {}
     for rank, box in held.items():

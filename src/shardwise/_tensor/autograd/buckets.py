@@ -3,9 +3,9 @@
     loss.backward()   # gradients are Partial
     parameter.grad    # the first read all-reduces the gradients of all parameters on the same ranks
 
-Several backwards before a read cost one all-reduce. A plan may send buckets during backward (`SendTime`); they are
-waited for when a gradient is read. That guess never changes a value: a gradient that changed after it was sent is
-reduced again, and what was reduced is stored apart from what accumulates later.
+Several backwards before a read cost one all-reduce. A plan may send buckets during backward (`SendTime`); a read of a
+gradient waits for them. Sending early never changes a value: a gradient that changed after it was sent is reduced
+again, and reduced values are stored apart from later ones.
 
     max_bytes=10    # gradients of 4, 4, 4 and 12 bytes make the buckets (4, 4), (4) and (12)
 """
@@ -41,7 +41,7 @@ Buckets = tuple[tuple[int, ...], ...]  # numbers of leaves, in the order in whic
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How one rank reduces gradients; see `gradient_buckets`."""
+    """The reduction of gradients on one rank; see `gradient_buckets`."""
 
     max_bytes: int = 25 << 20
     overlap: bool | None = None
@@ -67,11 +67,11 @@ class BucketPlan:
     send_time: SendTime = SendTime.ON_READ
 
     def update_send_time(self, read_once: bool, unchanged: bool) -> None:
-        """Decide for the next backward.
+        """Choose the send time of the next backward.
 
         Args:
             read_once: gradients are read after exactly one backward.
-            unchanged: all gradients that were sent in backward are still as they were sent.
+            unchanged: no gradient has changed since it was sent in backward.
         """
         if self.send_time is SendTime.ALWAYS_ON_READ:
             return
@@ -92,11 +92,11 @@ def axes_to_reduce(layout: Layout) -> tuple[int, ...]:
 def local_gradient(layout: Layout) -> Layout:
     """The layout of the local gradients of a tensor with this layout: the dual.
 
-    Each of the n terms of an average has 1/n of its gradient, and of the values of which a maximum or minimum is chosen
-    only the chosen ones have gradients, so these are partial sums.
+    Each of the n terms of an average has 1/n of its gradient. For a maximum or minimum only the chosen values have
+    gradients, so these are partial sums.
 
     Raises:
-        RuleError: a product of several ranks' values: the gradients of its factors are not those of the product.
+        RuleError: a product of several ranks' values: gradients of its factors are not those of the product.
     """
     if any(p == Partial("product") and n > 1 for n, p in zip(layout.mesh.shape, layout.placements, strict=True)):
         raise RuleError(
@@ -112,7 +112,7 @@ def local_gradient(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=4096)
 def readable(layout: Layout) -> Layout:
-    """The layout of `.grad`: that of the tensor, with Partial read as Replicate."""
+    """The layout of `.grad`: the layout of the tensor, with Replicate for Partial."""
     return layout.reduced() if layout.partial_axes else layout.unowned
 
 
@@ -134,20 +134,20 @@ class SentBucket:
     finish: Wait
 
     def unchanged(self) -> list[bool]:
-        """For each leaf, whether its gradient is still the one that was sent: not accumulated, cleared or replaced."""
+        """For each leaf, whether its gradient is still the sent one: not accumulated, cleared or replaced."""
         present = [raw_grad.__get__(leaf) for leaf in self.leaves]
         return [a is b and a._version == v for a, b, v in zip(present, self.gradients, self.versions, strict=True)]
 
 
 @dataclass
 class _Group:
-    """State of one rank for the leaves on some ranks. All of them have the same, whatever else each of them does."""
+    """State of one rank for the leaves on some ranks; equal on all of them."""
 
     ranks: tuple[int, ...]
     leaf_numbers: "count[int]" = field(default_factory=lambda: count(1))
     plans: dict[tuple[int, ...], BucketPlan] = field(default_factory=dict)  # by the numbers of all leaves
     last_leaves: tuple[int, ...] = ()  # the key of the plan that was used last
-    agreed: dict[str, str] = field(default_factory=dict)  # what was reduced last
+    agreed: dict[str, str] = field(default_factory=dict)  # the last reduced leaves
     # Of the current or the last backward. It keeps the leaves: those that are reduced together must not depend on when
     # the garbage collector of a rank frees a model.
     pending: "PendingGradients | None" = None
@@ -173,13 +173,13 @@ def _this_rank() -> _Rank:
 
 @checked
 def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool | None = None) -> None:
-    """Set how gradients of replicated parameters are reduced from now on in this world; the same on all ranks.
+    """Set how gradients of replicated parameters are reduced from now on in this world; equal on all ranks.
 
     Args:
         max_bytes: gradients share a collective up to this size; a larger one has its own.
-        overlap: send a bucket during backward, as soon as it is complete, if the last gradients of the same leaves were
-            read after exactly one backward. False sends nothing before a gradient is read. None is False on the
-            CPU, where communication takes the cores that backward needs, and True elsewhere.
+        overlap: send a bucket during backward, as soon as it is complete, if the last gradients of its leaves were read
+            after exactly one backward. False sends nothing before a gradient is read. None is False on the CPU, where
+            communication takes the cores that backward needs, and True elsewhere.
 
     Raises:
         RuleError: `max_bytes` is not positive.
@@ -197,7 +197,7 @@ def gradient_buckets(max_bytes: int = BucketOptions.max_bytes, *, overlap: bool 
 
 
 def enable_bucketing(leaf: DTensor) -> None:
-    """Let the gradients of a leaf with a Replicate axis be reduced in buckets."""
+    """Reduce the gradients of a leaf with a Replicate axis in buckets."""
     with DisableTorchFunctionSubclass():
         if leaf._leaf_number or not leaf.requires_grad or not leaf.is_leaf or not axes_to_reduce(leaf._layout):
             return
@@ -215,11 +215,11 @@ class PendingGradients:
         self.group = group
         self.plan = plan  # the expected one, by which buckets are sent early
         self.leaves: dict[int, DTensor] = {}  # by number
-        self.backwards: dict[int, int] = {}  # by number: how often a gradient was added to that of the leaf
+        self.backwards: dict[int, int] = {}  # by number: gradients added to the leaf's
         self.sent: list[SentBucket] = []  # the first buckets of the plan
 
     def remove(self, leaf: DTensor) -> None:
-        """The gradient of `leaf` was cleared or replaced."""
+        """Remove `leaf`, whose gradient was cleared or replaced."""
         self.leaves.pop(leaf._leaf_number, None)
         self.backwards.pop(leaf._leaf_number, None)
         if not self.leaves:
@@ -267,7 +267,7 @@ def add_to_pending(leaf: Tensor) -> None:
 
 
 def reduce_pending(pending: PendingGradients) -> None:
-    """Reduce the gradients that were not sent yet, and wait for the buckets that were."""
+    """Reduce the gradients that were not sent yet, and wait for the sent buckets."""
     group, options = pending.group, _this_rank().options
     if group.pending is pending:
         group.pending = None
@@ -298,7 +298,7 @@ def reduce_alone(leaf: DTensor) -> None:
 
 
 def _plan_of(leaves: dict[int, DTensor], group: _Group, options: BucketOptions) -> BucketPlan:
-    """The bucket plan of these leaves. If they are not those of the last plan, the ranks compare them first."""
+    """The bucket plan of these leaves. If they differ from those of the last plan, the ranks compare them first."""
     # Not in the order of backward: kernels of empty shards may reach leaves in another order.
     numbers = sorted(leaves, reverse=True)
     ordered = [leaves[n] for n in numbers]
@@ -335,7 +335,7 @@ def _agree(leaves: Sequence[DTensor], group: _Group, options: BucketOptions) -> 
 
 
 def _buckets_of(leaves: Iterable[DTensor], options: BucketOptions) -> Buckets:
-    """Gradients of one kind share a bucket while there is room. Buckets are ordered by when they are complete.
+    """Gradients of one kind share a bucket while there is room. Buckets are in the order of their completion.
 
     Ranks that share two buckets share their sizes, so they also agree on which of the two comes first.
     """
@@ -353,7 +353,7 @@ def _buckets_of(leaves: Iterable[DTensor], options: BucketOptions) -> Buckets:
 
 
 def _kind_of(leaf: DTensor, rank: int) -> object:
-    """Equal kinds fit one buffer; a sparse gradient, and one on a rank outside the mesh, has a bucket of its own."""
+    """The kind of a gradient: equal kinds share a buffer. A sparse one, or one outside the mesh, has its own bucket."""
     layout, raw = leaf._layout, raw_grad.__get__(leaf)
     if layout.mesh.coordinate(rank) is None or (raw is not None and raw.is_sparse):
         return leaf._leaf_number
@@ -376,7 +376,7 @@ def _reduce_buckets(sent: Sequence[SentBucket], buckets: Iterable[Sequence[DTens
 
 
 def _send_bucket(leaves: Sequence[DTensor]) -> SentBucket:
-    """Send a copy of the gradients of a bucket. Until it is finished other code may change them."""
+    """Send a copy of a bucket's gradients. Until it is finished other code may change them."""
     raws = [raw_grad.__get__(leaf) for leaf in leaves]
     versions = [raw._version for raw in raws]
     if leaves[0]._layout.mesh.coordinate(collectives.rank()) is None:  # this rank is outside the mesh
@@ -403,7 +403,7 @@ def _start_all_reduce(flat: Tensor, leaves: Sequence[DTensor], owned: bool) -> W
 
 @lru_cache(maxsize=4096)
 def _reduction(mesh: Mesh, axes: tuple[int, ...], rank: int, numel: int) -> tuple[Layout, Layout]:
-    """The layouts of so many elements before and after they are reduced along these axes through `rank`."""
+    """Layouts of `numel` elements before and after their reduction along these axes through `rank`."""
     submesh = mesh.submesh(axes, rank)
     src = Layout(submesh, [PARTIAL] * submesh.ndim, (numel,))
     return src, src.replicated()
@@ -421,7 +421,7 @@ def _finish_bucket(bucket: SentBucket) -> None:
 
 
 def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat: Tensor) -> Cause:
-    """The cause for the communication trace: whose gradients, and, if a listener wants it, what all ranks send."""
+    """The cause for the communication trace: the gradients, and, if a listener wants it, the bytes of all ranks."""
     total = _total_elements(mesh, axes, leaves) * flat.element_size() if comm_trace.wants_totals() else None
     names = [leaf._name or "a leaf" for leaf in leaves]
     short = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -429,7 +429,7 @@ def _cause_of(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor], flat
 
 
 def _total_elements(mesh: Mesh, axes: tuple[int, ...], leaves: Sequence[DTensor]) -> int:
-    """What all ranks of the mesh send together to reduce a bucket."""
+    """The elements that all ranks of the mesh send together to reduce a bucket."""
     elements = 0
     for rank in [rank for rank in mesh.ranks if not any((mesh.coordinate(rank) or ())[axis] for axis in axes)]:
         numel = sum(leaf._layout.local_numel(rank) for leaf in leaves)

@@ -96,7 +96,7 @@ def write_grad(x: DTensor, value: Tensor | None) -> None:
 
 
 def as_dtensor(value: Tensor, beside: DTensor, what: str, named: str) -> DTensor:
-    """`value`, of any kind, as a DTensor of this world; a plain one, which errors call `named`, is a full tensor."""
+    """`value` as a DTensor of this world. A plain tensor, which errors call `named`, is a full tensor."""
     if is_torch_dtensor(value):
         value = DTensor.from_torch_dtensor(value.detach())
     elif type(value) is not DTensor:
@@ -106,13 +106,13 @@ def as_dtensor(value: Tensor, beside: DTensor, what: str, named: str) -> DTensor
 
 
 def tag_full(value: Tensor, of: Layout, what: str, explicit: bool = False) -> DTensor:
-    """A plain tensor, which all ranks have in full, as the value or gradient of a DTensor of layout `of`."""
+    """A plain full tensor, equal on all ranks, as the value or gradient of a DTensor of layout `of`."""
     note_full(value, of, what, explicit)
     return tag(value.detach(), of.replicated())
 
 
 def note_full(value: Tensor, of: Layout, what: str, explicit: bool = False) -> None:
-    """Let the ranks of a DTensor of layout `of` compare a plain tensor that all of them have in full."""
+    """Let the ranks of a DTensor of layout `of` compare a plain full tensor, which must be equal on them."""
     check_untransformed(value, what)
     collectives.expect_equal(value, tuple(sorted(of.mesh.ranks)), what, explicit)
 
@@ -143,7 +143,7 @@ def as_cotangent(gradient: Tensor, layout: Layout, of: Layout, cause: Cause = _C
 
 
 def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) -> Tensor:
-    """The cotangent that backward starts with at `output`, whose local tensor is `local`; None is 1."""
+    """The initial cotangent of backward at `output`, whose local tensor is `local`; None is 1."""
     layout = output._layout
     if gradient is not None:
         return given_cotangent(layout, gradient, "backward: the plain gradient", _START)
@@ -170,7 +170,7 @@ def _initial_cotangent(output: DTensor, local: Tensor, gradient: Tensor | None) 
 def given_cotangent(
     layout: Layout, gradient: Tensor, what: str, cause: Cause = _CONVERSION, explicit: bool = False
 ) -> Tensor:
-    """The cotangent of a tensor with this layout, from a DTensor or a full gradient that user code gave."""
+    """The cotangent of a tensor with this layout, from a user's DTensor or full gradient."""
     if is_torch_dtensor(gradient):
         gradient = DTensor.from_torch_dtensor(gradient)
     if type(gradient) is DTensor:
@@ -183,7 +183,7 @@ def given_cotangent(
 
 
 def _reduced_output(output: DTensor) -> DTensor:
-    """`output`; if its partial values are maxima or the like, which have no cotangent, it is reduced first."""
+    """`output`, reduced first if it has Partial maxima or the like, which have no cotangent."""
     for p in output._layout.placements:
         if isinstance(p, Partial) and p.reduce_op != "sum":
             return to_layout(output, output._layout.reduced(), _OUTPUT)
@@ -197,7 +197,7 @@ def _as_list(x: Any) -> list[Any]:
 
 
 def _local_outputs(tensors: Tensors, grad_tensors: Gradients) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The local tensors of outputs, and the cotangents that backward starts with at them."""
+    """The local tensors of outputs, and their initial cotangents."""
     given, gradients = _as_list(tensors), _as_list(grad_tensors)
     if len(gradients) != len(given):
         gradients = gradients * len(given)
@@ -229,9 +229,9 @@ def backward(
 
 
 def _edges(inputs: Iterable[Tensor]) -> list[Any]:
-    """Where gradients are wanted, without a DTensor among them.
+    """The edges at which gradients are wanted, without a DTensor.
 
-    So torch runs the engine itself, and user code in it (hooks, recomputation) meets DTensors as anywhere else.
+    So torch runs the engine itself, and its user code (hooks, recomputation) gets DTensors as anywhere else.
     """
     with DisableTorchFunctionSubclass():
         return [get_gradient_edge(x) if type(x) is DTensor else x for x in inputs]
@@ -239,7 +239,7 @@ def _edges(inputs: Iterable[Tensor]) -> list[Any]:
 
 @handler(torch.autograd.grad)
 def grad(func: object, args: Args, kwargs: Kwargs) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` with DTensors: gradients come back in the layouts of their inputs."""
+    """`torch.autograd.grad` with DTensors: gradients have the layouts of their inputs."""
     outputs_arg, inputs_arg, *rest = args
     grad_outputs = rest[0] if rest else kwargs.pop("grad_outputs", None)
     if kwargs.pop("is_grads_batched", False):
@@ -273,7 +273,7 @@ def _not_a_view(gradient: Tensor) -> Tensor:
 
 
 class _Conversion(TensorFunction):
-    """Between a DTensor with `layout` and a plain tensor whose gradient has `grad_layout`."""
+    """Conversion between a DTensor with `layout` and a plain tensor whose gradient has `grad_layout`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:

@@ -1,1 +1,1 @@
-"""How a call with a DTensor finds its rule and runs on local tensors."""
+"""Dispatch: how a call with a DTensor finds its rule and runs on local tensors."""

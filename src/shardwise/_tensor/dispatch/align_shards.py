@@ -33,7 +33,7 @@ def is_free(chosen: Sequence[Row]) -> bool:
 
 
 def common_order(layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """The shard order that all operands get: that of the one sharded on most axes."""
+    """The common shard order of operands: that of the operand sharded on most axes."""
     return max(layouts, key=lambda layout: [*map(type, layout.placements)].count(Shard)).shard_order
 
 
@@ -92,14 +92,14 @@ def _axes_before(placements: Sequence[Placement], order: tuple[int, ...], axis: 
 def output_layouts(
     layouts: Sequence[Layout], chosen: Sequence[Row], shapes: tuple[int, ...] | Sequence[Any]
 ) -> Layout | tuple[Layout | None, ...]:
-    """The layout of the result; a tuple of them for several results (None for one that is not a tensor)."""
+    """The layout of the result; a tuple for several results (None for one that is not a tensor)."""
     if not isinstance(shapes, list) and tuple not in map(type, [row.output for row in chosen]):
         return _output_layout(layouts, chosen, tuple(shapes), None)
     return tuple(None if shape is None else _output_layout(layouts, chosen, shape, i) for i, shape in enumerate(shapes))
 
 
 def output_at(row: Row, index: int | None) -> Placement:
-    """The row's placement of result number `index`; a single placement is that of all results."""
+    """The row's placement of result number `index`; a single placement is for all results."""
     if isinstance(row.output, Placement):
         return row.output
     assert index is not None
@@ -124,7 +124,7 @@ def _output_layout(
 
 
 def is_like_first(chosen: Sequence[Row]) -> bool:
-    """Whether a result of the shape of the first operand is sharded as that, but perhaps in another shard order."""
+    """Whether a result of the first operand's shape is sharded as it, but perhaps in another shard order."""
     for row in chosen:
         if row.output != row.inputs[0] or row.map_index is not None:
             return False
@@ -134,7 +134,7 @@ def is_like_first(chosen: Sequence[Row]) -> bool:
 
 
 def _sort_key(layouts: Sequence[Layout], row: Row, axis: int, output: Placement) -> tuple[int, int]:
-    """Sorts the axes of a result, so that those that shard one dim have the order of the operand they come from."""
+    """The sort key of a result's axes: axes that shard one dim keep the order of their operand."""
     if not isinstance(output, Shard):
         return -1, axis
     layout_from = _source_of(row)
@@ -142,7 +142,7 @@ def _sort_key(layouts: Sequence[Layout], row: Row, axis: int, output: Placement)
 
 
 def _source_of(row: Row) -> int | None:
-    """The operand whose shard sizes a sharded result of the row has."""
+    """The operand that gives a sharded result of the row its shard sizes."""
     sharded = [i for i, placement in enumerate(row.inputs) if isinstance(placement, Shard)]
     if not sharded or row.layout_from == NO_OPERAND:
         return None

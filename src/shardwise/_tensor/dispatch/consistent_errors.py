@@ -1,7 +1,7 @@
 """Errors that not every rank would raise by itself are raised on every rank.
 
 Values: torch raises for a bad index, or an integer division by zero, when it reads elements. A rank with an empty shard
-reads none: it would not raise, and would wait for the other ranks forever. Instead it checks the indices, if these are
+reads none: it would not raise, and would wait for other ranks forever. So it checks the indices, if these are
 replicated, or runs the op on one element.
 
 Versions: backward raises if a tensor that torch saves for it was changed in place.
@@ -10,8 +10,8 @@ Versions: backward raises if a tensor that torch saves for it was changed in pla
     y.add_(1)      # another version
     y.backward()   # an error
 
-Torch checks the tensors that a rank's own ops saved. A rank saves others where an operand was redistributed, its shard
-is empty, or it is outside the mesh: there `check_versions` adds the checks that torch makes for the global tensors.
+Torch checks the tensors that a rank's ops saved. A rank saves others if an operand was redistributed, its shard is
+empty, or it is outside the mesh: then `check_versions` adds torch's checks of the global tensors.
 
 Dtypes: torch's kernels raise for some, as in `"median_cpu" not implemented for 'Bool'`. A rank outside the mesh runs no
 kernel on the operands, and tries the op on tensors of size 1.
@@ -84,7 +84,7 @@ class Version(NamedTuple):
     """The version of a tensor when an op saved it.
 
     Attributes:
-        counter: a tensor that has the version of the saved one at all times, but not its memory.
+        counter: a tensor that shares the version of the saved one, but not its memory.
         shape: of the global tensor.
     """
 
@@ -98,7 +98,7 @@ class OnMeta(NamedTuple):
 
     Attributes:
         operands: the global tensors for its DTensors.
-        saved: the indices of what torch saves for backward, ~i for result i.
+        saved: the indices of tensors that torch saves for backward, ~i for result i.
     """
 
     operands: list[Tensor]
@@ -135,9 +135,9 @@ def _share_version(x: Tensor, y: Tensor) -> bool:
 
 
 def saved_by(func: Op, args: Args, kwargs: Kwargs, autocast: Autocast) -> frozenset[int]:
-    """Which DTensors among the arguments torch saves for backward, by their number; ~i for result i.
+    """The indices of DTensor arguments that torch saves for backward; ~i for result i.
 
-    Found by running the op without memory; nothing for an op that cannot.
+    Found by running the op without memory; empty for an op that cannot run so.
 
     Raises:
         RuntimeError: torch has no derivative with respect to an operand that requires grad.
@@ -170,9 +170,9 @@ def tensors_in(values: object) -> list[Tensor]:
 
 
 def check_versions(name: Op, out: object, saved: frozenset[int], versions: Sequence[Version]) -> None:
-    """Let the backward of an op, whose results are `out`, raise if something it saved was changed after that.
+    """Make the backward of an op with results `out` raise if a saved tensor changes later.
 
-    `versions` are those of the operands that it saved. Torch checks no versions of what saved-tensor hooks keep.
+    `versions` are those of the saved operands. Torch checks no versions of tensors kept by saved-tensor hooks.
     """
     if not torch.is_grad_enabled() or top_hooks(True) is not None:
         return
@@ -211,9 +211,9 @@ _checked: set[Any] = set()  # functions with dtypes that their kernels take
 
 
 def raise_dtype_error(func: Op, args: Args, kwargs: Kwargs) -> None:
-    """Raise what torch raises if its kernels do not take the dtypes of these DTensors.
+    """Raise torch's error if its kernels do not take the dtypes of these DTensors.
 
-    Found once for each function and dtypes, by running it on tensors whose sizes are 1.
+    Found once for each function and dtypes, by a run on tensors whose sizes are 1.
     """
     dtypes = tuple([(x.dtype, x.device) for x in pytree.tree_leaves((args, kwargs)) if type(x) is DTensor])
     if all(dtype in _FLOATS for dtype, _ in dtypes) or (func, dtypes) in _checked:

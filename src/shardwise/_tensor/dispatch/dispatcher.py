@@ -1,10 +1,10 @@
-"""Where every torch function called with a DTensor arrives, and runs by its rule on the local tensors of its operands.
+"""Dispatch of every torch function with a DTensor: it runs by its rule on the local tensors of its operands.
 
-A function with rows or a decomposition runs by its rule. One with a handler is answered by that. Torch decomposes any
-other into aten ops, each of which arrives here again (`fallback.py`).
+A function with rows or a decomposition runs by its rule. A handler runs in place of the function. Torch decomposes any
+other function into aten ops, each of which is dispatched again (`fallback.py`).
 
-What runs on the local tensors is cached under the layouts and the other arguments (`call_key`). So a warm op costs a
-dictionary look-up, the op itself, and giving the result its layout.
+The local call is cached under the layouts and the other arguments (`call_key`). So a warm op costs a dictionary
+look-up, the op itself, and giving the result its layout.
 """
 
 import threading
@@ -58,7 +58,7 @@ _known = _Known()
 
 
 def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Answer a call of `func` with a DTensor among its arguments."""
+    """Run a call of `func` with a DTensor among its arguments."""
     rule = RULES.get(func) or _family_cache.get(func) or entry_of(func)
     if rule.handler is None:
         return run(func, rule, args, kwargs)
@@ -95,7 +95,7 @@ def run(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _find(func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...]) -> tuple[Call, Args, Kwargs]:
-    """What this rank runs for a call, and the arguments in the usual form, by which later calls of it are known."""
+    """The local call, and the arguments in the usual form, which is its key for later calls."""
     owner = collectives.owner()
     _known.calls = owner.calls  # of another world, if this is the first call of this thread in this one
     layouts = [x._layout for x in dtensors_in((*args, *kwargs.values()))]
@@ -135,8 +135,8 @@ def _positional(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _other_function(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Handler | None:
-    """What answers a call with `out=` or with plain tensors that has no rows as it is."""
-    if "out" in kwargs and not isinstance(func, OpOverload):  # which writes to it
+    """The function that runs a call with `out=` or with plain tensors that has no rows as it is."""
+    if "out" in kwargs and not isinstance(func, OpOverload):  # it writes to `out`
         return _run_with_out
     if rule.in_place and type(args[0]) is not DTensor:
         return operands.into_plain
@@ -153,7 +153,7 @@ def _written(func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Sequence[Ten
 def _compiled(
     func: Op, rule: OpRule, args: Args, kwargs: Kwargs, key: tuple[Any, ...], owner: Owner
 ) -> tuple[Call, Args, Kwargs]:
-    """What this rank runs for calls in the usual form, from their first one on; and the arguments."""
+    """The local call for calls in the usual form, from their first one on; and the arguments."""
     known: Call | None = owner.calls.get(key)
     if known is not None:
         return known, args, kwargs
@@ -182,7 +182,7 @@ def _compiled(
 
 
 def _with_numbers(args: Args, kwargs: Kwargs, error: Exception) -> tuple[Args, Kwargs]:
-    """Arguments with numbers for tensors without dims, such as sizes; raise `error` if there are none."""
+    """Arguments with numbers in place of tensors without dims, such as sizes; raises `error` if there are none."""
     numbers: list[object] = []
 
     def number(x: object) -> object:
@@ -233,7 +233,7 @@ def _run_with_out(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 
 def entry_of(func: Op) -> OpRule:
-    """The entry of any function: its own, that of its family, or the one of all others."""
+    """The entry of any function: its own, its family's, or the general one."""
     rule = RULES.get(func) or _family_cache.get(func)
     if rule is None:
         of_family = next((rule for serves, rule in FAMILIES if serves(func)), None)
@@ -242,7 +242,7 @@ def entry_of(func: Op) -> OpRule:
 
 
 def is_op(func: Op) -> bool:
-    """Whether a function computes something; not if it reads an attribute, sets a flag or runs backward."""
+    """Whether a function computes; not if it reads an attribute, sets a flag or runs backward."""
     rule = entry_of(func)
     return rule.has_rule or rule.is_op
 
@@ -255,7 +255,7 @@ def recipe_of(func: Op, args: Args, kwargs: Kwargs) -> Recipe:
 
 
 def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, LocalContext, list[Any], Kwargs] | None:
-    """Redistribute the operands of a call: its recipe, context and local arguments, for the caller to run.
+    """Redistribute the operands of a call. Returns its recipe, context and local arguments.
 
     None if it has no row.
     """
@@ -266,7 +266,7 @@ def prepared(func: Op, args: Args, kwargs: Kwargs) -> tuple[Recipe, LocalContext
 
 
 def forget() -> None:
-    """Drop what is cached; needed after an entry of `RULES` was replaced."""
+    """Clear the caches, after an entry of `RULES` was replaced."""
     _family_cache.clear()
     forget_calls()
     forget_recipes()

@@ -1,8 +1,7 @@
 """Ops without a row: torch decomposes a function into aten ops, and an aten op without a row runs replicated.
 
-A decomposed function runs once on wrappers that have the global shape. Its aten ops arrive at
-`Wrapper.__torch_dispatch__`, and run by their rules on the local tensors. Autograd records only those, because wrappers
-never require grad.
+A decomposed function runs once on wrappers with the global shape. Its aten ops call `Wrapper.__torch_dispatch__`, and
+run by their rules on the local tensors. Autograd records only these, because wrappers never require grad.
 """
 
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from shardwise.errors import RuleError
 
 
 def _mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """`values` with `function` of each in it: as pytree does, which would take most of a call."""
+    """`values` with `function` applied to each: pytree would take most of a call."""
     kind = type(values)
     if kind is tuple or kind is list:
         return kind([_mapped(function, x) for x in values])
@@ -82,7 +81,7 @@ class Wrapper(torch.Tensor):
 
 
 def _refuse_to_fill(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Raise where a plain tensor inside a decomposed function would get gradients.
+    """Raise if a plain tensor inside a decomposed function would get gradients.
 
     Autograd would record the op twice: here, with the local tensors, and for the caller, which sees wrappers that do
     not require grad.
@@ -99,8 +98,8 @@ def _refuse_to_fill(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
 def rule_of_others(func: Op) -> OpRule:
     """The rule of a function without an entry.
 
-    An aten op that torch does not decompose runs replicated, if it has no rows as an elementwise one. Torch decomposes
-    any other function, and aten ops without kernels of their own.
+    An aten op that torch does not decompose runs replicated, unless it has rows as an elementwise op. Torch decomposes
+    any other function, and aten ops without their own kernels.
     """
     if not isinstance(func, OpOverload) or not torch._C._dispatch_has_kernel(func.name()):  # or only in TorchScript
         return DECOMPOSED
@@ -112,7 +111,7 @@ def rule_of_others(func: Op) -> OpRule:
 
 
 def _run_prim(func: Any, args: Args, kwargs: Kwargs) -> object:
-    """Run a prim, which is aten ops after checks of its arguments; the meta device makes these checks too."""
+    """Run a prim: aten ops after checks of its arguments, which the meta device makes too."""
     with torch.no_grad():
         metas, named, _ = on_meta(args, kwargs, "meta")
         func(*metas, **named)
@@ -126,7 +125,7 @@ def _is_same_size(func: Op, args: Args, kwargs: Kwargs) -> bool:
 
 
 def handler_without_row(rule: OpRule) -> Handler:
-    """What runs a call for which a rule has no row: its decomposition, its handler, or torch's decomposition."""
+    """The function for a call without a row: its decomposition, its handler, or torch's decomposition."""
     decomposition = rule.decomposition
     if decomposition is not None:
         return lambda func, args, kwargs: decomposition(*args, **kwargs)
@@ -174,7 +173,7 @@ _KERNELS = [getattr(torch._C.DispatchKey, key) for key in ("CPU", "CUDA", "Compo
 
 
 def replicated_recipe(func: OpOverload, args: Args, kwargs: Kwargs, why: str) -> Recipe:
-    """An aten op on gathered operands: right for every layout, an implicit redistribution."""
+    """The recipe of an aten op on gathered operands: right for every layout, an implicit redistribution."""
     values = arguments_by_write(func, args, kwargs)
     is_written = [written for written, value in values for _ in dtensors_in((value,))]
     layouts = [x._layout.unowned for _, value in values for x in dtensors_in((value,))]
@@ -193,7 +192,7 @@ class ReplicatedCall(LocalCall):
     """A call of an aten op without a row, on full tensors.
 
     An operand that the op writes to keeps its layout: the full tensor is written, and resharded into it. Random numbers
-    are the same on every rank, whatever the layout.
+    are equal on every rank, for any layout.
     """
 
     def __init__(self, func: Any, recipe: Recipe, owner: Owner) -> None:
@@ -255,10 +254,10 @@ def _generator_in(args: Args, kwargs: Kwargs) -> torch.Generator | None:
 
 
 def _reshard_written(func: Op, x: DTensor, full: Tensor, before: Tensor | None) -> None:
-    """Give `x` the value of the full tensor that was written, in the layout it has.
+    """Give `x` the value of the full tensor that was written, in the layout of `x`.
 
     Args:
-        before: the full tensor before, of a Partial maximum or minimum.
+        before: the full tensor before the write, for a Partial maximum or minimum.
     """
     if tuple(full.shape) != x._layout.shape:
         raise RuleError(

@@ -1,8 +1,8 @@
-"""What sees every call of a torch function with a DTensor: hooks of tools, and records of the numbers that are passed.
+"""Observers of every call with a DTensor: hooks of tools, and records of the numbers that are passed.
 
-    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if ranks note numbers
+    x[rank()]    # rank 0 selects row 0, rank 1 row 1: an error at the next collective if ranks record numbers
 
-While there are neither, calls go to `dispatcher.dispatch` directly.
+Without either, calls go to `dispatcher.dispatch` directly.
 """
 
 import threading
@@ -35,8 +35,7 @@ _hooks: "WeakKeyDictionary[Any, list[Hook]]" = WeakKeyDictionary()  # by transpo
 def hook_calls(hook: Hook) -> Iterator[None]:
     """Inside, `hook` gets every function that this rank calls with a DTensor.
 
-    It also gets the aten ops that a function is decomposed into, if they have a rule. The hook that was installed last
-    is called first.
+    It also gets the aten ops of a decomposed function, if they have a rule. The last installed hook is called first.
     """
     mine = _hooks.setdefault(collectives.transport(), [])
     mine.append(hook)
@@ -72,13 +71,13 @@ _conditions: list[Callable[[Iterable[Any]], bool]] = []
 
 
 def dispatch_each_op_if(condition: Callable[[Iterable[Any]], bool]) -> None:
-    """Let composite steps, such as those of optimizers, dispatch op by op for tensors that meet the condition."""
+    """Dispatch composite steps, such as those of optimizers, op by op for tensors that meet the condition."""
     if condition not in _conditions:
         _conditions.append(condition)
 
 
 def dispatches_each_op(tensors: Iterable[Any]) -> bool:
-    """Whether hooks, or functions that are overridden for some of `tensors`, need to see every op."""
+    """Whether hooks, or functions that are overridden for some of `tensors`, must see every op."""
     return _state.hooked or (bool(_conditions) and any(condition(tensors) for condition in _conditions))
 
 
@@ -103,7 +102,7 @@ _recording = _Recording()
 
 
 def record_numbers(proceed: Handler, func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """Record the numbers of a call of the user's, not of those that it is made of, and run it."""
+    """Record the numbers of a user's call, not of its inner calls, and run it."""
     if _recording.inside or func in _NOT_RECORDED:
         return proceed(func, args, kwargs)
     _recording.inside = True
@@ -118,7 +117,7 @@ def record_numbers(proceed: Handler, func: Op, args: Args, kwargs: Kwargs) -> An
 
 
 def expect_equal_numbers(numbers: Mapping[str, complex], mesh: Mesh, what: str) -> None:
-    """Record numbers, by name, that all ranks of a mesh should pass to `what`."""
+    """Record numbers, by name, that must be equal on all ranks of a mesh in calls of `what`."""
     collectives.expect_equal_numbers(numbers, tuple(sorted(mesh.ranks)), what)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe runs on the local tensors of its operands, and the layouts of its results."""
+"""The local calls of a recipe, and the layouts of its results."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -38,10 +38,10 @@ _warned: set[tuple[Mesh, int]] = set()  # axes along which a parameter is all-ga
 
 
 def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What the rank `owner` runs for calls of this recipe: torch's op itself or a `LocalCall`; and under hooks.
+    """The local call of rank `owner` for a recipe: torch's op itself or a `LocalCall`; and the one under hooks.
 
-    It is called with the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's own
-    storage, which is the local shard.
+    It gets the DTensor arguments under `DisableTorchFunctionSubclass`, so C++ works on each DTensor's storage, which is
+    the local shard.
     """
     call = LocalCall(rule, func, recipe, owner)
     if call.is_op and not (call.is_outside or recipe.copied or call.watches_versions or call.checks_values):
@@ -53,7 +53,7 @@ def local_call(rule: OpRule, func: Op, recipe: Recipe, owner: Owner) -> tuple[Ca
 def no_views(out: object, args: Args, layouts: Layouts | None) -> object:
     """The results of a local implementation of an op that returns new tensors: they share memory with nothing.
 
-    A change of a view in place would change an operand, or what was saved for backward, on this rank. Their dims are in
+    An in-place change of a view would change an operand, or a tensor saved for backward, on this rank. Their dims have
     the order of the layouts in memory, by which later ops decide between views and copies.
     """
     if isinstance(out, tuple | list):
@@ -82,10 +82,10 @@ class LocalCall:
     It redistributes operands, runs the op, Python code or a local implementation on local tensors, and raises the
     errors that only other ranks would raise (`consistent_errors.py`).
 
-    Saved-tensor hooks get local tensors that stay local tensors. Torch passes to a hook the Python object that an op
-    saves. An operand that does not require grad is therefore passed to the op as a plain tensor. A result that does
-    not, such as the indices of `topk`, is returned as another object than the saved one, because the caller makes it a
-    DTensor. Checkpointing compares the shapes of saved tensors.
+    Saved-tensor hooks get local tensors that stay local. Torch passes to a hook the Python object that an op saves. So
+    an operand that does not require grad is passed to the op as a plain tensor. A result that does not, such as the
+    indices of `topk`, is returned as another object than the saved one, because the caller makes it a DTensor.
+    Checkpointing compares the shapes of saved tensors.
 
     Attributes:
         is_outside: this rank is outside the mesh, and runs nothing.
@@ -128,7 +128,7 @@ class LocalCall:
         self._watched = None if watches_all else frozenset(targets)
 
     def specialize(self) -> None:
-        """Compute what the local implementation can compute once for this rank."""
+        """Compute once for this rank what the local implementation can."""
         if not (self._targets or self.is_outside):
             with tracing_paused():
                 self._specialized, self._python = specialization(self.recipe.local_impl, self._context([]))
@@ -165,7 +165,7 @@ class LocalCall:
         return out
 
     def _saved(self, operands: Sequence[DTensor], args: Args, kwargs: Kwargs) -> frozenset[int]:
-        """What torch saves and this rank may not save."""
+        """The operands and results that torch saves and this rank may not save."""
         needs = tuple([x.requires_grad for x in operands])
         autocast = Autocast.of(self.recipe.layouts[0].mesh.device_type)
         found = self.recipe.saved.get((needs, autocast))
@@ -202,14 +202,14 @@ class LocalCall:
         return as_dtensors(out, layouts) if recipe.rows else out
 
     def prepare(self, args: Args, kwargs: Kwargs) -> tuple[LocalContext, list[Any], Kwargs]:
-        """The context of the local function, and its arguments: local tensors in the layouts that the recipe wants."""
+        """The context of the local function, and its arguments: local tensors in the recipe's layouts."""
         operands: list[DTensor] = []
         locals_ = self._locals(args, operands, False)
         named = dict(zip(kwargs, self._locals(kwargs.values(), operands, False), strict=True))
         return self._context(operands), locals_, named
 
     def _locals(self, values: Iterable[Any], operands: list[DTensor], hooked: bool) -> list[Any]:
-        """Values with local tensors in place of DTensors, which are appended to `operands`."""
+        """Values with local tensors for DTensors, which are appended to `operands`."""
         found = []
         for x in values:
             kind = type(x)
@@ -227,7 +227,7 @@ class LocalCall:
         return found
 
     def _move(self, x: DTensor, index: int) -> Tensor:
-        """The local tensor of operand number `index`, in the layout that the recipe wants."""
+        """The local tensor of operand number `index`, in the recipe's layout."""
         src, target = x._layout, self._targets[index]
         name = x._name or (f"operand {index}" if self.recipe.written is None else "an operand")
         cause = self._causes.get((index, name))
@@ -275,7 +275,7 @@ def warn_of_gathered(recipe: Recipe, operands: Sequence[DTensor]) -> None:
 
 
 def _not_saved(out: object) -> object:
-    """Results of which those that do not require grad are other objects than an op may have saved."""
+    """Results; those that do not require grad become other objects than an op may have saved."""
     if isinstance(out, tuple | list):
         return type(out)([_not_saved(x) for x in out])
     if type(out) is not Tensor or out.requires_grad or is_copy(out):  # a copy of a view is known by its object

@@ -1,7 +1,7 @@
-"""Operands of one op that are no DTensors, or DTensors on several meshes.
+"""Operands of one op that are not DTensors, or DTensors on several meshes.
 
 x * torch.ones(3)    # a plain tensor is a full one: it counts as replicated
-x * y                # y is on another mesh than x: redistributed to that of x
+x * y                # y is on another mesh: redistributed to the mesh of x
 """
 
 import re
@@ -77,7 +77,7 @@ def promoted(x: Tensor, mesh: Mesh, name: str) -> DTensor:
     if is_torch_dtensor(x):
         return DTensor.from_torch_dtensor(x)
     x = arrived(x)
-    if type(x).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose memory is not the mask
+    if type(x).__name__ == "CausalBias":  # torch.nn.attention.bias: its memory is not the mask
         x = cast(Any, x)._materialize(mesh.device_type)
     if _strict.get() and x.ndim:
         raise RuleError(
@@ -226,17 +226,17 @@ def is_outside(mesh: Mesh) -> bool:
 def on_one_mesh(
     func: Op, args: Args, kwargs: Kwargs, kept_operand: int | None, written: Sequence[Tensor] = ()
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every DTensor redistributed to the mesh of operand `kept_operand`; None is the largest.
+    """The arguments with every DTensor redistributed to the mesh of operand `kept_operand`; None: the largest mesh.
 
-    If the op writes to operands, that mesh is the first one's.
+    If the op writes to operands, the mesh is the first one's.
 
-    All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of that
-    operand, whichever costs least. Where each rank has a tensor on its own slice of that mesh, such as mesh["dp"], it
-    counts as replicated along the other axes, as a plain tensor does: nothing is sent but the ranks of the slices. So
-    does one on a slice along other axes than that mesh, such as mesh["tp"], after it is gathered on its slice.
+    All ranks of all the meshes must call. An operand becomes replicated, keeps its placements, or gets those of the
+    kept operand, whichever costs least. If each rank has a tensor on its own slice of that mesh, such as mesh["dp"],
+    the tensor counts as replicated along the other axes, as a plain tensor does: only ranks of a slice communicate. A
+    tensor on a slice along other axes, such as mesh["tp"], is first gathered on its slice.
 
     Raises:
-        RuleError: in strict mode; an operand that the op writes to is on another mesh.
+        RuleError: in strict mode; or an operand that the op writes to is on another mesh.
     """
     operands = dtensors_in((*args, *kwargs.values()))
     own_slice = cache(_own_slice)
@@ -270,9 +270,9 @@ def on_one_mesh(
 
 
 def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
-    """The axes of `of` along which `mesh` is a slice of it, if each rank passes the slice that it is in.
+    """The axes of `of` along which `mesh` is a slice of it, if each rank passes its own slice.
 
-    All ranks of `of` call. A tensor on one slice only has the same mesh on all of them, also on those outside.
+    All ranks of `of` call. A tensor on one slice only has one mesh on all of them, also outside.
     """
     if not mesh.size() < of.size() or of.coordinate(mesh.ranks[0]) is None:
         return None
@@ -284,13 +284,13 @@ def _own_slice(mesh: Mesh, of: Mesh) -> tuple[int, ...] | None:
 
 
 class _Slices(set[tuple[object, ...]]):
-    """Where ranks have found that each of them passes a mesh that it is in."""
+    """Forms of meshes for which every rank has passed a mesh that contains it."""
 
 
 def _each_is_inside(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
-    """Whether each of `ranks`, which all call, passes a mesh of the form of `mesh` that it is in.
+    """Whether each of `ranks`, which all call, passes a mesh of the form of `mesh` that contains it.
 
-    If so, they compare no more: a later call with a mesh of that form on some of them only is an error.
+    If so, they compare no more: a later call with such a mesh on some of them only is an error.
 
     Raises:
         MeshError: such a call.
@@ -312,7 +312,7 @@ def _each_is_inside(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
 def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
     """`x`; if it and `mesh` are on slices of a larger mesh along different axes, gathered, and replicated on `mesh`.
 
-    Each rank is then in both, and no rank may wait for one outside of its slices.
+    Each rank is then in both, and no rank may wait for one outside its slices.
     """
     own, other = {*x._layout.mesh.ranks}, {*mesh.ranks}
     if own.isdisjoint(other) or own <= other or other <= own or is_outside(mesh):
@@ -325,7 +325,7 @@ def across(x: DTensor, mesh: Mesh, cause: Cause) -> DTensor:
 
 
 def _beside_other_slices(x: DTensor, mesh: Mesh, axes: Sequence[int], name: str) -> DTensor:
-    """What each rank has on its slice of `mesh` along `axes`, as a tensor on `mesh`: replicated along the others."""
+    """The ranks' tensors on their slices of `mesh` along `axes`, as a tensor on `mesh`, replicated along other axes."""
     layout, others = x._layout, [axis for axis in range(mesh.ndim) if axis not in axes]
     along_others = mesh.submesh(others, collectives.rank()).sorted_ranks
     collectives.expect_equal(

@@ -1,11 +1,11 @@
-"""Ops on a rank outside their mesh: results without elements, with the autograd graph that the other ranks have.
+"""Ops on a rank outside their mesh: results without elements, with the autograd graph of the other ranks.
 
     x = distribute_tensor(torch.ones(2), Mesh((1,), (1,)), [Replicate()]).requires_grad_()
     y = x.exp()    # on rank 0: no elements, a view of nothing, requires grad, is saved for backward
 
-An op runs on torch's meta device. So it raises what torch raises, and says which shapes its results have, which of them
+An op runs on torch's meta device. So it raises torch's errors, and gives the shapes of its results, which of them
 require grad, and what it saves. Views are views of the empty tensor, and changes in place change it, so autograd raises
-what it raises on the other ranks. A backward with `create_graph=True` is an error here.
+as on the other ranks. A backward with `create_graph=True` is an error here.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ from shardwise._tensor.dtensor import DTensor, dtensors_in, name_of, plain, tag
 from shardwise._trace.autograd_function import TensorFunction
 from shardwise.errors import RuleError
 
-_TO = Tensor.to  # which a simulation wraps
+_TO = Tensor.to  # a simulation wraps it
 
 
 def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_place: bool = False) -> OnMeta | None:
@@ -51,7 +51,8 @@ def _run_on_meta(func: Op, args: Args, kwargs: Kwargs, device_type: str, in_plac
 class _EmptyResult(TensorFunction):
     """Keeps a rank outside the mesh in the graph, so that backward can be called there too.
 
-    If the op saves tensors, so does this: an activation checkpoint recomputes when the first is read, on all ranks.
+    If the op saves tensors, so does this node: an activation checkpoint recomputes when the first is read, on all
+        ranks.
     """
 
     @staticmethod
@@ -75,12 +76,12 @@ class _EmptyResult(TensorFunction):
 
 
 def _source(x: Tensor) -> Tensor:
-    """What connects a result with an operand: unlike the operand, nothing changes it later, and torch saves nothing."""
+    """A tensor that connects a result with an operand: nothing changes it later, and torch saves nothing."""
     return plain(x).sum() if x.requires_grad else x.new_zeros(())
 
 
 def run_outside(func: Op, recipe: Recipe, args: Args, kwargs: Kwargs) -> object:
-    """What a rank outside the mesh of a recipe runs."""
+    """The local call on a rank outside the mesh of a recipe."""
     if recipe.local_impl is None:
         raise_dtype_error(func, args, kwargs)
     if recipe.output is Output.IN_PLACE or recipe.written:
@@ -137,16 +138,16 @@ def empty_results(func: Op, layouts: Layouts, mesh: Mesh, args: Args, kwargs: Kw
 
 
 def _device(func: Op, args: Args, kwargs: Kwargs) -> torch.device | str | int | None:
-    """The device that a call names; the meta device does not say where its results are."""
+    """The device that a call names; the meta device does not know where results are."""
     given = args[1] if func is _TO and len(args) > 1 else kwargs.get("device")
     named = given if isinstance(given, torch.device | str | int) else None
     return "cpu" if func is Tensor.cpu else named
 
 
 def _empty_view(x: DTensor, shape: tuple[int, ...], view: Tensor, grouped: bool) -> Tensor:
-    """A view of `x` without elements, to autograd as `view` is: `grouped` with others that one op makes.
+    """A view of `x` without elements, for autograd as by `view`: `grouped` with other results of one op.
 
-    It refuses to change a grouped one in place.
+    It refuses in-place changes of grouped results.
     """
     flat = plain(x).reshape(-1)[:0]
     out = (flat.split([0])[0] if grouped else flat).view(shape)
@@ -154,7 +155,7 @@ def _empty_view(x: DTensor, shape: tuple[int, ...], view: Tensor, grouped: bool)
 
 
 def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
-    """The first operand of an op that works in place, on a rank outside the mesh: it has no elements to change.
+    """The first operand of an in-place op on a rank outside the mesh: it has no elements to change.
 
     Its version and its history change as on the other ranks.
     """
@@ -176,6 +177,6 @@ def changed_empty(func: Op, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _returns_something(func: Op) -> bool:
-    """Whether an op that works in place returns what it changed; custom ops may return nothing."""
+    """Whether an in-place op returns its operand; custom ops may return nothing."""
     schema = getattr(func, "_schema", None)
     return schema is None or bool(schema.returns)

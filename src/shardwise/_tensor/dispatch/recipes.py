@@ -28,10 +28,10 @@ NO_KEY = object()  # in a key: an argument that cannot be part of one, so the ca
 
 
 def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
-    """What the recipe of a call depends on: layouts for DTensors, other arguments themselves.
+    """The key on which the recipe of a call depends: layouts for DTensors, other arguments themselves.
 
     If the rule is `shape_independent`, all floats count as equal except 0, inf and nan. The key contains `NO_KEY` if an
-    argument cannot be hashed, or is a plain tensor, which has to be promoted first.
+    argument cannot be hashed, or is a plain tensor, which must be promoted first.
     """
     key = [func, _dtypes(args, kwargs)] if rule.typed or rule.random else [func]
     floats_alike = rule.shape_independent
@@ -58,7 +58,7 @@ def call_key(func: Any, rule: OpRule, args: Args, kwargs: Kwargs) -> tuple[Any, 
 
 
 def _part(a: Any, floats_alike: bool) -> object:
-    """What any argument adds to a key."""
+    """The part of a key for any argument."""
     kind = type(a)
     if kind is float:
         return float if floats_alike and a and a - a == 0 else a
@@ -85,7 +85,7 @@ def _part(a: Any, floats_alike: bool) -> object:
 
 
 def by_value(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key with layouts by value, for what all ranks and worlds of this process share."""
+    """A key with layouts by value, for caches of all ranks and worlds of this process."""
     return tuple(
         [part.value() if type(part) is LayoutKey else by_value(part) if type(part) is tuple else part for part in key]
     )
@@ -105,16 +105,16 @@ _row_cache: dict[Any, tuple[resolve.Candidates, dict[tuple[object, ...], Choice]
 
 
 def forget_recipes() -> None:
-    """Drop what is cached."""
+    """Clear the caches."""
     _recipe_cache.clear()
     _row_cache.clear()
 
 
 def find_recipe(costs: object, key: tuple[Any, ...], func: Op, rule: OpRule, args: Args, kwargs: Kwargs) -> Recipe:
-    """The recipe of a call, whose `call_key` is `key`, where collectives cost this.
+    """The recipe of a call, whose `call_key` is `key`, under these costs of collectives.
 
     Raises:
-        NoRowError: no row fits, and it is not an aten op, which then runs replicated.
+        NoRowError: no row fits, and it is not an aten op, which would run replicated.
         RuleError: the operands are on different meshes.
     """
     value = by_value(key)
@@ -185,7 +185,7 @@ def _is_python(func: Op) -> bool:
 
 
 def _in_place_rule(func: Op, name: str, rule: OpRule, args: Args, kwargs: Kwargs) -> OpRule:
-    """The rule of a call; that of the method in place for `inplace=True`."""
+    """The rule of a call; for `inplace=True` that of the in-place method."""
     if getattr(func, "__module__", "") != F.__name__ or not arguments(func, args, kwargs).get("inplace"):
         return rule
     method = getattr(Tensor, f"{name}_", None)
@@ -196,7 +196,7 @@ def _in_place_rule(func: Op, name: str, rule: OpRule, args: Args, kwargs: Kwargs
 
 
 def _choice(costs: object, key: tuple[Any, ...], rule: OpRule, call: SlottedCall) -> Choice:
-    """Rows for these operands, whatever ran before: ranks with other histories choose the same.
+    """Rows for these operands, independent of earlier calls: ranks with other histories choose equally.
 
     The rows of a shape-independent rule that fit are cached without sizes, the cheapest of several by size class.
     """
@@ -216,7 +216,7 @@ def _choice(costs: object, key: tuple[Any, ...], rule: OpRule, call: SlottedCall
 
 
 def _without_sizes(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key by value with the kinds of layouts, and which sizes are 1, in place of the layouts."""
+    """A key by value with the kinds of layouts, and which sizes are 1, instead of layouts."""
     return tuple(
         [
             (part.kind, *[n == 1 for n in part.shape])

@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 class SlottedCall:
-    """A call with slots for its tensors: what rules and the meta device need to know of it."""
+    """A call with slots for its tensors, for rules and the meta device."""
 
     def __init__(self, func: Any, args: Args, kwargs: Kwargs, operands: Sequence[tuple[Layout, torch.dtype]]) -> None:
         self.func, self.name = func, name_of(func)
@@ -55,7 +55,7 @@ class SlottedCall:
         self._results: MetaResults | None = None
 
     def of(self, function: Callable[..., Any], tensors: Sequence[Any], kwargs: Kwargs | None = None) -> Any:
-        """What `function` returns for these tensors and the other arguments."""
+        """The result of `function` for these tensors and the other arguments."""
         args = [tensors[a.number] if type(a) is Slot else _filled(a, tensors) for a in self.args]
         named = self.kwargs if kwargs is None else kwargs
         return function(*args, **{k: _filled(a, tensors) for k, a in named.items()}) if named else function(*args)
@@ -86,7 +86,7 @@ class SlottedCall:
                 self._results = self._on_meta(None)
             except NotImplementedError as error:
                 raise NoRowError(f"The shape of the result of {self.func} is data-dependent.") from error
-            except RuntimeError:  # of dtypes that differ, which autocast makes equal, but not on the meta device
+            except RuntimeError:  # differing dtypes: autocast makes them equal, but not on the meta device
                 cast = Autocast.of(self.layouts[0].mesh.device_type).dtype
                 if cast is None:
                     raise
@@ -101,7 +101,7 @@ class SlottedCall:
         return MetaResults(metas, self.of(self.func, metas, with_meta_device(self.kwargs)))
 
     def check_sizes(self) -> None:
-        """Raise what torch raises for global sizes that do not fit; local sizes may fit one another nevertheless."""
+        """Raise torch's error for global sizes that do not fit; local sizes may still fit."""
         try:
             self.results()
         except (NotImplementedError, AssertionError):  # NoRowError; or Python code that replaces a kernel there
@@ -121,7 +121,7 @@ def _filled(tree: object, tensors: Sequence[Any]) -> Any:
 
 
 class MetaResults(NamedTuple):
-    """The results of an op on torch's meta device: they have the shapes and strides of those of one process."""
+    """The results of an op on torch's meta device, with the shapes and strides of one process."""
 
     operands: list[Tensor]
     out: object
@@ -161,22 +161,22 @@ Layouts = Layout | tuple[Layout | None, ...] | Output  # of the result, or of ea
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to run one op on one combination of layouts, on any rank."""
+    """The way to run one op on one combination of layouts, on any rank."""
 
-    op: Op  # what each rank runs, unless there is a local implementation
-    python: bool  # that is Python code, which would read global shapes
+    op: Op  # the op on each rank, unless there is a local implementation
+    python: bool  # the op is Python code, which would read global shapes
     redistributed: tuple[tuple[int, Layout], ...]  # (index of an operand, the layout it is redistributed to)
-    layouts: tuple[Layout, ...]  # of all operands after that
+    layouts: tuple[Layout, ...]  # layouts of all operands after redistribution
     local_impl: Callable[..., Any] | None
     local_axes: tuple[int, ...]
     output: Layouts
-    rows: tuple[Row, ...] = ()  # those that give results of data-dependent shape their layouts
-    cause: Cause = INTERNAL  # of the op's communication
+    rows: tuple[Row, ...] = ()  # rows that determine layouts of results with data-dependent shape
+    cause: Cause = INTERNAL  # cause of the op's communication
     view: bool = False  # torch returns views of the first operand, or that itself
     copied: bool = False  # the results are copies where torch returns views
-    order: tuple[int, ...] = ()  # of the dims of the first result in memory, if its shape depends on data; () is rising
+    order: tuple[int, ...] = ()  # dims of the first result in memory, if its shape depends on data; () is rising
     written: tuple[int, ...] | None = None  # operands to which an op that runs replicated writes; None: it has rows
-    saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once it is known
+    saved: dict[object, frozenset[int]] = field(default_factory=dict)  # what torch saves for backward, once known
 
 
 class NoRowError(RuleError):
@@ -191,14 +191,14 @@ Candidates = tuple[tuple[Row, ...], ...]  # for each mesh axis the rows that fit
 
 
 class Choice:
-    """A row for every mesh axis, and what follows from them for all sizes.
+    """A row for every mesh axis, and the consequences for all sizes.
 
     Attributes:
         placements: of each operand, without sizes.
         is_aligned: no operand changes its shard sizes.
         is_free: each operand keeps its shard order.
-        is_like_first: a result of the shape of the first operand is sharded as that.
-        breaks_views: what torch returns as a view is a copy.
+        is_like_first: a result of the shape of the first operand is sharded as it.
+        breaks_views: a result that torch returns as a view is a copy.
     """
 
     def __init__(self, name: str, rule: OpRule, rows: Sequence[Row]) -> None:
@@ -214,7 +214,7 @@ class Choice:
         self.breaks_views = any(row.breaks_view for row in rows)
 
     def operand_layouts(self, layouts: Sequence[Layout]) -> Sequence[Layout]:
-        """The layouts that operands get; the same sequence if they stay as they are."""
+        """The operands' layouts; the same sequence if they stay unchanged."""
         keep = self.is_aligned and self.placements == [x.placements for x in layouts]
         if keep and (self.is_free or len({x.shard_order for x in layouts}) == 1):
             return layouts
@@ -244,7 +244,7 @@ def choose(func: Any, rule: OpRule, operands: Sequence[Operand], args: Args, kwa
 
 
 def candidates(rule: OpRule, call: SlottedCall) -> Candidates:
-    """The rows that fit; errors are those of `choose`."""
+    """The rows that fit; raises as `choose`."""
     mesh = call.layouts[0].mesh
     for other in call.layouts:
         if other.mesh != mesh:
@@ -291,7 +291,7 @@ def _by_cost(rule: OpRule, fitting: Candidates, call: SlottedCall) -> list[Row]:
 def size_class(shape: Sequence[int]) -> tuple[int, ...]:
     """The shape with the three leading bits of each size: (7, 9, 1000) -> (7, 8, 896).
 
-    The cheapest row is cached by it. By sizes, every new shape would be planned for all rows that fit.
+    It is the key of the cheapest row. By sizes, every new shape would be planned for all rows that fit.
     """
     return tuple([n if n < 8 else n >> (shift := n.bit_length() - 3) << shift for n in shape])
 
@@ -310,14 +310,14 @@ def _local_of(chosen: Sequence[Row], rule: OpRule) -> Callable[..., Any] | None:
 
 
 def recipe(op: Op, python: bool, rule: OpRule, call: SlottedCall, choice: Choice) -> Recipe:
-    """The recipe of the chosen rows, but for what `with_strides` adds.
+    """The recipe of the chosen rows, without what `with_strides` adds.
 
     Args:
-        op: what each rank runs.
+        op: the op that each rank runs.
         python: see `Recipe`.
 
     Raises:
-        RuntimeError: torch's, if a result in place would be larger than the operand. Local tensors have other sizes.
+        RuntimeError: torch's, if an in-place result would be larger than the operand. Local tensors have other sizes.
     """
     layouts = call.layouts
     if rule.in_place and rule.shape is not None and (shape := call.shape(rule)) != layouts[0].shape:
@@ -349,7 +349,7 @@ def recipe(op: Op, python: bool, rule: OpRule, call: SlottedCall, choice: Choice
 
 
 def _redistributed(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> tuple[tuple[int, Layout], ...]:
-    """Which operands are redistributed, by number, and to which layouts."""
+    """The operands that are redistributed, by number, with their new layouts."""
     found = [(i, b) for i, (a, b) in enumerate(zip(layouts, wanted, strict=True)) if a is not b and a != b]
     if layouts[0].mesh.size() == 1:  # all layouts of one rank are one, unless it holds several boxes
         found = [(i, b) for i, b in found if not _same_on_one_rank(layouts[i], b)]
@@ -382,7 +382,7 @@ def _replicated(count: int, replicated_impl: Callable[..., Any] | None = None) -
 
 
 def _candidates(rule: OpRule, call: SlottedCall, axis: int) -> tuple[Row, ...]:
-    """The rows that fit along one axis: that of the present placements, if there is one."""
+    """The rows that fit along one axis; only the row of the present placements, if there is one."""
     current = tuple([layout.placements[axis] for layout in call.layouts])
     metas = [Meta(x.shape, x.dtype, p, x.strides) for x, p in zip(call.metas, current, strict=True)]
     try:
@@ -419,7 +419,7 @@ def _alone(row: Row, every: Sequence[Row]) -> Row:
 def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
     """Whether the row uses an existing sharding.
 
-    If it shards operands, at least one of these is already sharded, along any dim for `Shard`. An op never shards only
+    If it shards operands, at least one of them is already sharded, along any dim for `Shard`. An op never shards only
     replicated operands.
     """
     sharded = [i for i, p in enumerate(row.inputs) if isinstance(p, Shard | OnRanks | Boxes)]
@@ -429,10 +429,10 @@ def _keeps_some_sharding(row: Row, kinds: tuple[Placement, ...]) -> bool:
 
 
 def _cost(row: Row, layouts: Sequence[Layout], axis: int, result: Callable[[Placement], Layout | None]) -> float:
-    """Bytes of communication, plus bytes by which local tensors grow: what is sharded should stay sharded.
+    """Bytes of communication, plus bytes by which local tensors grow: sharded tensors should stay sharded.
 
-    A row that communicates to make a Partial result includes the cost of its all-reduce; also if it pads shards to
-    Partial, which sends nothing: in `x - x.mean()` the ranks would add numbers as large as x, and lose its digits.
+    A row that communicates to make a Partial result includes the cost of its all-reduce. So does one that pads shards
+    to Partial, which sends nothing: in `x - x.mean()` the ranks would add numbers as large as x, and lose its digits.
     """
     cost = 0.0
     communicates = False

@@ -5,8 +5,8 @@
     x.add_(1)   # invalidates v, v[0] and v.detach(), which have the old values
     v.sum()     # an error
 
-Both errors are raised on all ranks, also on those that sent nothing. All views of a tensor share its storage, so the
-storage says whether a tensor is such a copy.
+All ranks raise both errors, also those that sent nothing. All views of a tensor share its storage, so the storage marks
+a tensor as such a copy.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ class Copy:
             copies.add(self)
 
     def add(self, x: Tensor) -> None:
-        """Let `x`, which uses this memory, be invalidated with it, and what a torch function makes from `x`."""
+        """Invalidate `x`, which uses this memory, and results of torch functions on `x`, with it."""
         if not x.is_sparse:
             storage_of(x)._copy = self  # type: ignore[attr-defined]
             self.tensors[id(x)] = x
@@ -56,7 +56,7 @@ def _dispatch_and_track(func: Any, types: Any, args: Args = (), kwargs: Kwargs |
 
 
 def track(out: T) -> T:
-    """`out`, a tensor or several: those that use the memory of a copy will be invalidated with it."""
+    """Track `out`, a tensor or several: tensors in the memory of a copy are invalidated with it."""
     with DisableTorchFunctionSubclass():
         for x in out if isinstance(out, list | tuple) else [out]:
             if type(x) is DTensor and not x.is_sparse:
@@ -67,7 +67,7 @@ def track(out: T) -> T:
 
 
 class InvalidatedView(DTensor):
-    """What a redistributed view becomes when its original is changed in place: every use is an error."""
+    """A redistributed view after an in-place change of its original: every use is an error."""
 
     @property
     def _layout(self) -> NoReturn:  # type: ignore[override]
@@ -96,7 +96,7 @@ def _raise_invalidated() -> NoReturn:
 
 
 def mark_copy(local: Tensor) -> Tensor:
-    """`local`, a copy where torch gives a view: it cannot be changed in place, but nothing invalidates it."""
+    """`local`, marked as a copy where torch gives a view: it cannot be changed in place, but nothing invalidates it."""
     with DisableTorchFunctionSubclass():
         storage_of(local)._copy = Copy([])  # type: ignore[attr-defined]
     return local
@@ -124,7 +124,7 @@ def is_copy(x: Tensor) -> bool:
 
 
 def before_change(name: str, x: DTensor) -> Iterable[Copy]:
-    """Call this before `x` is changed in place. `invalidate` the result afterwards: the op may read those copies.
+    """Call this before `x` is changed in place. `invalidate` the result afterwards: the op may read these copies.
 
     Raises:
         RuleError: `x` is a copy, or a view of one, so the original would not change; or its elements share memory.
@@ -147,10 +147,11 @@ def before_change(name: str, x: DTensor) -> Iterable[Copy]:
 
 
 def before_op(func: Op, args: tuple[Any, ...]) -> tuple[Iterable[Copy], tuple[Any, ...]]:
-    """`before_change` of the first argument of an op in place; and the arguments, those that share its memory copied.
+    """`before_change` of an in-place op's first argument; and the arguments, with copies of those that share its
+    memory.
 
-    Torch raises for some of these, by the strides of the local shards: not on all ranks. Which do is not part of a
-    recipe: it depends on the tensors.
+    Torch raises for some of these, by the strides of local shards, so not on all ranks. A recipe does not decide this:
+    it depends on the tensors.
     """
     first = args[0]
     with DisableTorchFunctionSubclass():
@@ -178,7 +179,7 @@ def before_changes(name: str, tensors: Iterable[object]) -> list[Copy]:
 
 
 def invalidate(copies: Iterable[Copy]) -> None:
-    """Let every later use of these copies raise."""
+    """Make every later use of these copies raise."""
     for copy in list(copies):
         for registered in copy.registered_in:
             registered.discard(copy)

@@ -1,8 +1,8 @@
-"""Runs of ops without memory, for their shapes, their errors and what they save: nobody sees them.
+"""Runs of ops without memory, for shapes, errors and saved tensors; modes do not see them.
 
-Torch's meta device knows no autocast: there `F.linear` of float32 gives float32, and saves its operands, not casts of
-them. Fake tensors do, and cost more, so they are used only while autocast is on. The user's `TorchDispatchMode`s, such
-as counters of FLOPs, see the ops that this rank runs, and no others.
+Torch's meta device ignores autocast: `F.linear` of float32 gives float32, and saves its operands, not casts of them.
+Fake tensors respect it, and cost more, so they are used only under autocast. The user's `TorchDispatchMode`s, such as
+counters of FLOPs, see the ops that this rank runs, and no others.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +30,7 @@ def global_on_meta(layout: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def with_meta_device(kwargs: Kwargs) -> Kwargs:
-    """Keyword arguments of a call on the meta device: on another it would allocate, and draw random numbers."""
+    """Keyword arguments of a call on the meta device: another device would allocate, and draw random numbers."""
     return {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
 
 
@@ -76,7 +76,7 @@ class Autocast(NamedTuple):
 
     @contextmanager
     def without_memory(self) -> Iterator[str]:
-        """Yield the device for tensors without memory, with which calls inside give what calls with memory give."""
+        """Yield the device for tensors without memory; calls inside return what calls with memory return."""
         if self.dtype is None:
             yield "meta"
             return
@@ -91,7 +91,7 @@ class Autocast(NamedTuple):
 
 
 def unobserved() -> AbstractContextManager[None]:
-    """No mode sees the ops inside, nor does a captured graph have them: they only find shapes, or what torch saves."""
+    """Hide the ops inside from modes and captured graphs: they only find shapes, or saved tensors."""
     return _unobserved() if torch._C._len_torch_dispatch_stack() or is_capturing() else _NOTHING_OBSERVES
 
 
@@ -106,7 +106,7 @@ def _unobserved() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """No mode sees the ops inside: they only find shapes, or what torch would save."""
+    """Hide the ops inside from modes: they only find shapes, or saved tensors."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     try:
         yield
@@ -117,7 +117,7 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_modes(wrapper: type) -> Iterator[None]:
-    """No mode sees ops on wrappers of this class, whose `__torch_dispatch__` runs them."""
+    """Hide ops on wrappers of this class from modes; `__torch_dispatch__` runs them."""
     if not torch._C._len_torch_dispatch_stack():
         yield
         return
@@ -126,7 +126,7 @@ def hidden_from_modes(wrapper: type) -> Iterator[None]:
 
 
 class _PassingOn(TorchDispatchMode):
-    """Passes ops on to the modes that were entered before, except those on wrappers."""
+    """Passes ops on to outer modes, except ops on wrappers."""
 
     def __init__(self, wrapper: type) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Attributes and methods of DTensors that are read from the local tensor, or refused because they would return it.
+"""Attributes and methods of DTensors that are read from the local tensor, or refused.
 
 Shapes and `.grad` are properties in `_tensor/dtensor.py`.
 """
@@ -61,7 +61,7 @@ def _is_contiguous(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 @handler(Tensor.storage_offset)
 def _storage_offset(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """Where the global tensor begins in its memory: 0 unless it is a view of some elements of another."""
+    """The offset of the global tensor in its memory: 0 unless it is a view of some elements of another."""
     x = args[0]
     with DisableTorchFunctionSubclass():
         if not _is_part(x):
@@ -76,7 +76,7 @@ def _storage_offset(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 @handler(torch.as_strided, Tensor.as_strided)
 def _as_strided(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """Elements by their places in memory, which are known if the global tensor is row-major and no part of another."""
+    """Elements by their offsets in memory, known if the global tensor is row-major and not part of another."""
     x = next(a for a in (*args, *kwargs.values()) if type(a) is DTensor)
     if x._layout.strides is not None or _is_part(x):
         raise RuleError(
@@ -151,7 +151,7 @@ def _register_hook(x: DTensor, hook: Callable[[Any], Any]) -> object:
 
 @handler_of_family(lambda func: getattr(func, "__name__", "") in ("__get__", "__set__"))
 def attribute_of(func: Any, args: Args, kwargs: Kwargs) -> object:
-    """Read or set an attribute that may differ between the local and the global tensor; most are refused."""
+    """Read or set an attribute that may differ between the local and the global tensor; refuse most."""
     x, attribute = args[0], func.__self__.__name__
     if attribute == "data":
         if func.__name__ == "__set__":
@@ -181,9 +181,9 @@ def _in_layout_of(x: DTensor, value: Any, what: str) -> DTensor:
 
 
 def replace_value(x: DTensor, value: DTensor) -> DTensor:
-    """Let `x`, a leaf or a view, have the memory and the layout of `value`, whose shape may be another one.
+    """Give `x`, a leaf or a view, the memory and the layout of `value`, which may have another shape.
 
-    Whoever holds `x`, such as an optimizer, then has the new value.
+    Holders of `x`, such as an optimizer, then have the new value.
     """
     with DisableTorchFunctionSubclass():
         _set_data(x, plain(value).detach())
@@ -267,7 +267,7 @@ for _name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze"):
 
 @handler(Tensor._indices, Tensor._values, Tensor.indices, Tensor.values, Tensor._nnz)
 def _of_local_shard(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
-    """`_indices()` and `_values()` of the local shard, as plain tensors, where `torch.optim` asks for them."""
+    """`_indices()` and `_values()` of the local shard, as plain tensors, when `torch.optim` calls them."""
     name = func.__name__
     if name in ("_indices", "_values") and is_called_by("torch.optim"):
         with DisableTorchFunctionSubclass():
@@ -287,7 +287,7 @@ def to_dense(func: Op, args: Args, kwargs: Kwargs) -> Tensor:
 
 @handler(Tensor.coalesce)
 def coalesce(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
-    """Duplicate rows are on one rank, which adds them up: ranks hold different rows."""
+    """Duplicate rows are on one rank, which adds them: ranks hold different rows."""
     x = args[0]
     if x._layout.partial_axes:
         raise RuleError(f"coalesce: {x._layout} has rows on several ranks that add up. Fix: redistribute it first.")
@@ -301,7 +301,7 @@ def coalesce(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
 
 @handler(Tensor.sparse_mask)
 def sparse_mask(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
-    """The rows of a dense DTensor that a sparse one has."""
+    """The rows of a dense DTensor whose indices a sparse one has."""
     dense, mask = args[:2]
     if type(dense) is not DTensor or type(mask) is not DTensor or dense._layout != mask._layout:
         raise RuleError("sparse_mask needs two DTensors of one layout. Fix: redistribute the dense one.")

@@ -1,4 +1,4 @@
-"""Functions in terms of other ops: torch's code would communicate more, miss something, or read local shapes."""
+"""Functions in terms of other ops: torch's own code would communicate more, or read local shapes."""
 
 from collections.abc import Sequence
 from types import FunctionType
@@ -20,7 +20,7 @@ from shardwise._tensor.dtensor import DTensor, call
 
 @handler(torch.roll, Tensor.roll, no_row=True)
 def _roll(func: Op, args: Args, kwargs: Kwargs) -> object:
-    """Without dims, through all elements in row-major order."""
+    """Roll; without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
     return x.reshape(-1).roll(shifts, 0).view(x.shape).clone()  # not a view, which could not be detached in place
 
@@ -98,12 +98,12 @@ def _linear_cross_entropy(func: Op, args: Args, kwargs: Kwargs) -> object:
 
 
 def _body(function: Any) -> Op:
-    """Torch's own Python code of `function`, which calls ops with DTensors, in place of asking subclasses."""
+    """Torch's Python code of `function`, which calls ops with DTensors, without asking subclasses."""
     return FunctionType(function.__code__, {**function.__globals__, "has_torch_function_unary": lambda x: False})
 
 
 def _dropout(function: Op) -> Op:
-    """A dropout function, which returns the input itself where it drops nothing; torch passes all arguments."""
+    """A dropout function, which returns the input itself if it drops nothing; torch passes all arguments."""
     body = _body(function)
 
     def drop(input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
@@ -156,7 +156,7 @@ for _op, _function in REPLACEMENTS.items():
 
 
 def _view_or_copy(x: Tensor, size: Any) -> Tensor:
-    """C++ asks for a view where the strides of the global tensor allow one; those of the local tensor may not."""
+    """C++ makes a view if the strides of the global tensor allow one; those of the local tensor may not."""
     try:
         return x.view(size)
     except RuntimeError:

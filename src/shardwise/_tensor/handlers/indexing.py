@@ -166,7 +166,7 @@ def _broadcast_mask(start: int, mask: Tensor, view: DTensor) -> Tensor:
 
 
 def _over_mask(start: int, mask: Tensor, ndim: int, value: Tensor) -> Tensor | None:
-    """A value that is equal at all elements of a mask, so that it broadcasts to the masked tensor; else None."""
+    """The value if it is equal at all elements of a mask, so that it broadcasts to the masked tensor; else None."""
     own = start - (ndim - mask.ndim + 1 - value.ndim)
     if own < 0:
         return value
@@ -185,7 +185,7 @@ class _Flag(NamedTuple):
 
 
 def _unpacked(brackets: object) -> object:
-    """A list that torch takes as a tuple, as numpy did: a short one that holds more than numbers."""
+    """A list that torch takes as a tuple, as numpy did: a short one with more than numbers."""
     if type(brackets) is not list or len(brackets) >= 32:
         return brackets
     several = any(p is None or p is Ellipsis or isinstance(p, Tensor | slice | Sequence | np.ndarray) for p in brackets)
@@ -265,7 +265,7 @@ def _replicated(x: Tensor, like: DTensor) -> DTensor:
 
 
 def _consumed(p: object) -> int:
-    """How many dims of the tensor a part of an index uses."""
+    """The number of dims of the tensor that a part of an index uses."""
     if isinstance(p, Tensor):
         return p.ndim if p.dtype == torch.bool else 1
     return int(isinstance(p, int | slice))
@@ -275,7 +275,7 @@ def _spread(parts: list[Any], free: int) -> Iterator[Any]:
     """The parts with the first Ellipsis replaced by full slices, and any other one dropped.
 
     Raises:
-        IndexError: dims are indexed after the second Ellipsis, where torch takes others than numpy, or none.
+        IndexError: dims are indexed after the second Ellipsis: torch takes others than numpy, or none.
     """
     ellipses = 0
     for p in parts:
@@ -334,7 +334,7 @@ def _row_to_fill(x: DTensor, items: tuple[Any, ...]) -> DTensor:
 
 @lru_cache(maxsize=4096)
 def _local_slice(layout: Layout, items: tuple[Any, ...], rank: int) -> tuple[Layout, Any]:
-    """The layout of that view, and the index of it in the local tensor; None for an empty shard."""
+    """The layout of the view, and its index in the local tensor; None for an empty shard."""
     with DisableTorchFunctionSubclass():
         (view,), _ = probe_views(basic_index, Meta(layout.shape, torch.float32, REPLICATE), items, {})
     rows = [_row(layout, view, axis) for axis in range(layout.mesh.ndim)]

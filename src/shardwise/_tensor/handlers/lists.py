@@ -78,7 +78,7 @@ def _same_layouts(lists: Sequence[Sequence[Tensor]]) -> list[Layout | None] | No
 
 
 def _found_anywhere(found_inf: Tensor, grads: Sequence[Any]) -> None:
-    """What one rank found in its shards counts for all, or ranks would disagree on whether to step."""
+    """Combine over ranks what one rank found in its shards: ranks must agree on whether to step."""
     for mesh in dict.fromkeys(x._layout.mesh for x in grads if type(x) is DTensor):
         src = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
         found_inf.copy_(
@@ -153,7 +153,7 @@ def of_numbers(mesh: Mesh) -> Layout:
 
 
 def exchange_groups(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
-    """Which DTensors may share an exchange: those of one mesh, dtype and device that hold anything."""
+    """The DTensors that may share an exchange: of one mesh, dtype and device, with elements."""
     groups: dict[Any, list[int]] = {}
     with DisableTorchFunctionSubclass():
         for i, x in enumerate(tensors):
@@ -165,7 +165,7 @@ def exchange_groups(tensors: Sequence[Tensor]) -> list[tuple[Mesh, list[int]]]:
 def norms_of(tensors: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Tensor:
     """Norms of tensors of one mesh and dtype, plain: the norm over ranks of the norms of local tensors.
 
-    One row for each rank of the axes that shard any of them. Of replicas, the first one on the axis counts.
+    One row for each rank of the axes that shard any of them. Among replicas, the first one on the axis counts.
     """
     tensors = [to_layout(x, x._layout.reduced(), _PARTIAL) if x._layout.partial_axes else x for x in tensors]
     distinct = {id(x._layout): x._layout for x in tensors}
@@ -241,7 +241,7 @@ def _exchanged(members: Sequence[Member]) -> list[Tensor]:
 def _prepared(
     ids: Tensor, weight: Tensor, start: Tensor | None, kwargs: Kwargs
 ) -> tuple[Recipe, LocalContext, list[Any], Kwargs] | None:
-    """A lookup's recipe and local arguments; None if it shares nothing: plain tensors, no row."""
+    """A lookup's recipe and local arguments; None if it shares no exchange: plain tensors, no row."""
     if type(weight) is not DTensor and type(ids) is not DTensor:
         return None
     return prepared(F.embedding_bag, (ids, weight, start), kwargs)

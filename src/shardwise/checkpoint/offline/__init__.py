@@ -4,7 +4,7 @@
     reshard("runs/1", "runs/1-of-8", 8, {"items.weight": Layout(Mesh((8,)), [Shard(0)], (1000, 16))})
 
 Data is read and written some MiB at a time, so the memory needed does not depend on the size of a checkpoint.
-`shardwise checkpoint` is this on the command line.
+`shardwise checkpoint` does this on the command line.
 """
 
 from shardwise.checkpoint.offline.reading import diff, find, verify

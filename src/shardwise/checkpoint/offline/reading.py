@@ -1,4 +1,4 @@
-"""Whether the data of a checkpoint is as it was written, and what two checkpoints have that is not the same."""
+"""Verifies the data of a checkpoint, and compares two checkpoints."""
 
 import json
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from shardwise.checkpoint.sources import Extent, Progress, Source, checkpoint_so
 from shardwise.checkpoint.stores import CheckpointStore
 from shardwise.errors import CheckpointError, did_you_mean
 
-SHOWN = 8  # of the prefixes that an error names
+SHOWN = 8  # prefixes that an error names
 
 
 @checked
 def find(folder: str | PathLike[str]) -> tuple[Path | str, Manifest]:
-    """The checkpoint `folder`, or the latest one that was saved to it, and its manifest.
+    """The checkpoint `folder`, or the latest one saved to it, and its manifest.
 
     Returns:
         A path; a URL if `folder` is one.
@@ -46,8 +46,8 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
         folder: a checkpoint, or the folder or URL that it was saved to, which means its latest complete one.
 
     Returns:
-        The manifest, and one line for each file that is missing or misshapen, each chunk that is damaged, and each
-        later checkpoint of the folder that is not complete.
+        The manifest, and one line for each missing or misshapen file, each damaged chunk, and each later checkpoint of
+        the folder that is not complete.
 
     Raises:
         CheckpointError: there is no checkpoint, or its manifest is damaged.
@@ -77,7 +77,7 @@ def verify(folder: str | PathLike[str], progress: Progress | None = None) -> tup
 
 
 def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
-    """The version to verify, its manifest, and what keeps later ones from being complete."""
+    """The version to verify, its manifest, and why later versions are not complete."""
     own = store.own_version()
     if own is not None:
         return own, stores.stored_manifest(store, own), []  # if it lacks files, all of them are named
@@ -89,7 +89,7 @@ def _to_verify(store: CheckpointStore) -> tuple[str, Manifest, list[str]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One entry that is not the same: its name, and in words how it differs."""
+    """One entry that differs: its name, and the difference in words."""
 
     name: str
     how: str
@@ -97,7 +97,7 @@ class Difference:
 
 @checked
 def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Progress | None = None) -> list[Difference]:
-    """What differs between two checkpoints, whatever ranks and layouts saved them.
+    """The differences of two checkpoints, whatever ranks and layouts saved them.
 
         diff("runs/1/step-00000100", "runs/1/step-00000200")
 
@@ -105,7 +105,7 @@ def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Prog
 
     Args:
         first: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
-        second: the same.
+        second: another one.
 
     Raises:
         CheckpointError: one of them is not there, not complete or damaged.
@@ -123,7 +123,7 @@ def diff(first: str | PathLike[str], second: str | PathLike[str], progress: Prog
 
 
 def _kind(source: Source, name: str) -> str:
-    """What there is under `name`, in words."""
+    """The type of entry `name`, in words."""
     if name in source.tensors:
         tensor = source.tensors[name]
         return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -142,7 +142,7 @@ def _short(text: str) -> str:
 
 
 def _compared(a: Source, b: Source, name: str) -> str:
-    """How the elements of a tensor differ."""
+    """The difference of a tensor's elements, in words."""
     differing, largest, tensor = 0, 0.0, a.tensors[name]
     for window in tensor.windows(tensor.full):
         count, distance = _difference(a.read(name, window), b.read(name, window))  # in memory during the call only
@@ -154,7 +154,7 @@ def _compared(a: Source, b: Source, name: str) -> str:
 
 
 def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
-    """How many elements differ in a bit, and by how much at most."""
+    """The number of elements that differ in a bit, and the largest difference."""
     of_x, of_y = (one.reshape(-1, 1).view(torch.uint8) for one in (x, y))
     if of_x.equal(of_y):
         return 0, 0.0
@@ -170,7 +170,7 @@ def _difference(x: Tensor, y: Tensor) -> tuple[int, float]:
 def open_checkpoint(
     folder: str | PathLike[str], progress: Progress, dtype: torch.dtype | None = None
 ) -> tuple[Source, Manifest]:
-    """The tensors and values of a checkpoint, or of the latest one of a folder that was saved to; and its manifest.
+    """The tensors and values of a checkpoint, or of the latest one saved to a folder; and its manifest.
 
     Args:
         dtype: what floating-point tensors are converted to when their bytes were verified, except states of
@@ -188,7 +188,7 @@ def open_checkpoint(
 
 
 def select_tensors(source: Source, names: Sequence[str] | None, prefix: str) -> dict[str, str]:
-    """Which tensors are exported: the name of each in the output, and in `source`, where it has `prefix` before it."""
+    """The exported tensors: their names in the output, and in `source`, where `prefix` comes before."""
     found = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix) and name != prefix}
     if not found:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A checkpoint with the files that a world of other ranks and layouts would have written."""
+"""Rewrites a checkpoint with the files that another number of ranks, with other layouts, would write."""
 
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -31,12 +31,12 @@ def reshard(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path | str:
-    """Write a checkpoint anew, as `world_size` ranks whose parameters have the layouts of `plan` would have saved it.
+    """Rewrite a checkpoint as `world_size` ranks whose parameters have the layouts of `plan` would have saved it.
 
         reshard("runs/1", "runs/1-of-8", 8, {"items.weight": Layout(Mesh((8,)), [Shard(0)], (1000, 16))})
 
-    The files are those of `save`, byte for byte. Any world can load any checkpoint; this one it reads with one file
-    a rank, and each of its bytes once.
+    The files are those of `save`, byte for byte. Any world can load any checkpoint; the world of `plan` loads this one
+    fastest: one file a rank, and each byte once.
 
     Args:
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
@@ -66,7 +66,7 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     overwrite: bool,
 ) -> Path | str:
-    """All that `source` has as a checkpoint of `world_size` ranks."""
+    """All content of `source` as a checkpoint of `world_size` ranks."""
     if world_size < 1:
         raise ArgumentError(
             f"A checkpoint has one rank or more, got {world_size}. Fix: as many as will load it (--ranks)."
@@ -108,7 +108,7 @@ def _write(
     boxes: Iterable[tuple[str, Box]],
     sizes: dict[str, int],
 ) -> list[tuple[str, Chunk, bool]]:
-    """Write the file of one rank, none without boxes; of each chunk its tensor and whether it is finite."""
+    """Write the file of one rank, none without boxes. Returns for each chunk its tensor and whether it is finite."""
     keys = {key_of(name, box, source.tensors[name].shape): (name, box) for name, box in boxes}
     if not keys:
         return []

@@ -32,7 +32,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 REMOVED = "shardwise.removed_prefix"  # in the metadata of exported files: what their names had in the checkpoint
 HEADER_READ = 1 << 24  # bytes, for 100,000 tensors and more; parsed they take 13 times as much memory
-SHARD_BYTES = 5 * 10**9  # of one file, as Hugging Face's `save_pretrained` has it
+SHARD_BYTES = 5 * 10**9  # bytes of one file, as in Hugging Face's `save_pretrained`
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -54,11 +54,11 @@ def export_file(
     Args:
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
         names: of the tensors without `prefix`; None is all that have it.
-        prefix: of the names in the checkpoint; the file has them without, and `import_safetensors` puts it back. With
-            "model." they are those of the module.
-        dtype: what floating-point tensors are converted to, as by `tensor.to(dtype)`; others stay as they are, and so
-            do states of optimizers, whose names in the checkpoint begin with "optimizer.". None is the dtype of each.
-        overwrite: replace a file that is there.
+        prefix: of the names in the checkpoint; removed in the file, and put back by `import_safetensors`. "model."
+            gives the names of the module.
+        dtype: the dtype of floating-point tensors in the file, converted by `tensor.to(dtype)`. States of optimizers,
+            whose names begin with "optimizer.", are not converted. None is the dtype of each.
+        overwrite: replace an existing file.
 
     Raises:
         ArgumentError: `dtype` is not of floating-point numbers, or safetensors has no name for it.
@@ -92,7 +92,7 @@ def export_hugging_face(
         export_hugging_face("runs/1", "exported")
 
     Its tensors have the names of the module's `state_dict`, so `from_pretrained` loads them beside a `config.json`.
-    Tied weights have the first of their names only: `load_state_dict` of torch needs `strict=False`, and sets them all.
+    Tied weights get their first name only: `load_state_dict` of torch needs `strict=False`, and sets them all.
 
     Args:
         source: a checkpoint, or the folder or URL that it was saved to, which means its latest one.
@@ -100,7 +100,7 @@ def export_hugging_face(
         prefix: of the names in the checkpoint; the files have them without. `state_of` puts "model." before them.
         dtype: as of `export_file`.
         shard_bytes: of the data of one file; a larger tensor has a file of its own.
-        overwrite: replace a folder that is there.
+        overwrite: replace an existing folder.
 
     Raises:
         ArgumentError: as `export_file`; or `shard_bytes` is not positive.
@@ -164,22 +164,21 @@ def import_safetensors(
         import_safetensors("downloaded", "runs/pretrained")
         restore("runs/pretrained", model)
 
-    The files have no checksums: that their headers and sizes agree is all that can be verified of them.
+    The files have no checksums: only their headers and sizes can be verified.
 
     Args:
         source: a file, or a folder with `model.safetensors.index.json` or `model.safetensors`.
         target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
-        prefix: what is put before the names. None: what `export_file` or `export_hugging_face` removed, so that
-            they are those of the checkpoint again; of files of other programs "model.", which `restore` expects before
-            the names of the module's `state_dict`.
+        prefix: put before the names. None: the prefix that `export_file` or `export_hugging_face` removed; for files of
+            other programs "model.", which `restore` expects before the names of the module's `state_dict`.
         overwrite: replace a checkpoint of that step in `target`.
 
     Returns:
         The path or URL of the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read or says what cannot be, or `target` has this step already.
+        CheckpointError: a file is missing, cannot be read or has impossible values, or `target` has this step already.
             Then nothing is written.
         PlanError: the plan does not fit.
     """
@@ -211,7 +210,7 @@ def _open(folder: Path, name: str) -> StoredFile:
 
 
 def _prefix(path: Path, removed: Mapping[str, str]) -> str:
-    """What the names had in the checkpoint, by what each file says."""
+    """The prefix of the names in the checkpoint, from the metadata of each file."""
     files = {prefix: file for file, prefix in removed.items()}
     if len(files) > 1:
         said = " and ".join(f"{prefix!r} in {file}" for prefix, file in files.items())
@@ -244,7 +243,7 @@ def _files(folder: Path, names: Collection[str]) -> Mapping[str, set[str] | None
 
 
 def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]:
-    """What a file has, from its header, which must describe every byte of it once; and the prefix that names lost."""
+    """The tensors in a file's header, which must describe every byte once; and the removed prefix."""
     if file.size < 8:
         raise foreign(f"{file.name}: has {file.size} bytes, too few for a safetensors file")
     start = read_bytes(file, 0, 8)
@@ -281,7 +280,7 @@ def _tensors(file: StoredFile, name: str) -> tuple[dict[str, SourceTensor], str]
 
 
 def _entry(key: str, said: Mapping[str, Any]) -> tuple[str, torch.dtype, tuple[int, ...], int, int]:
-    """Key, dtype, shape, and the first and last byte of the data; ValueError if they cannot be."""
+    """Key, dtype, shape, and the first and last byte of the data; ValueError if impossible."""
     dtype, shape, (begin, end) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
     if not key:
         raise ValueError("a tensor has no name")

@@ -1,8 +1,9 @@
 """Export to `torch.distributed.checkpoint`, and import of what it saved, both through torch.
 
-Its folder has a pickle, `.metadata`, and files of items one after the other, each as `torch.save` writes it: a zip
-file whose `data.pkl` describes a tensor and whose `data/0` has its bytes. torch reads the pickle, and that of each item
-with `weights_only=True`; the bytes of tensors are read like those of any source, and verified by the crc32 of the zip.
+Its folder has a pickle, `.metadata`, and files of items one after the other. An item is a zip file, as `torch.save`
+writes it: its `data.pkl` describes a tensor, its `data/0` has the bytes. torch reads all pickles with
+`weights_only=True`, except `.metadata`. Bytes of tensors are read like those of any source, and verified by the crc32
+of the zip.
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch/serialization.py.
 """
 
@@ -69,7 +70,7 @@ def export_torch(
         names: of the tensors without `prefix`; None is all that have it, and all values.
         prefix: of the names in the checkpoint; the folder has them without.
         dtype: as of `export_file`.
-        overwrite: replace a folder that is there.
+        overwrite: replace an existing folder.
 
     Raises:
         ArgumentError, CheckpointError: as `export_file`.
@@ -167,33 +168,33 @@ def import_torch(
 
         import_torch("theirs", "runs/imported", allow_pickle_metadata=True)
 
-    The module and its optimizer get the names that `restore` looks for, whatever they are called there: the module
-    "model", "state_dict", "model_state_dict", "module" or "net", the optimizer as it likes. All else keeps its name.
+    The module and its optimizer get the names that `restore` looks for. The module may be called "model", "state_dict",
+    "model_state_dict", "module" or "net", the optimizer anything. All else keeps its name.
 
     Args:
         source: the folder, with its `.metadata`.
         target: the folder or URL for the checkpoint, which gets the name of its step there.
         world_size: how many ranks it is written for, as in `reshard`; so is `plan`.
-        allow_pickle_metadata: `.metadata` is a pickle, which torch reads as any other: what is in it can run any code.
-            If this is False, nothing is read. The items themselves are loaded with `weights_only=True`.
-        prefix: what is put before all names. torch divides a list of mappings into values with names such as
+        allow_pickle_metadata: `.metadata` is a pickle, which can run any code when torch reads it. False: nothing is
+            read. The items themselves are loaded with `weights_only=True`.
+        prefix: put before all names. torch divides a list of mappings into values with names such as
             optimizer.param_groups.0.lr; the checkpoint has the list, unless it had tensors or empty mappings.
         overwrite: replace a checkpoint of that step in `target`.
-        model: what is before the names of the module, as "ema" or "state_dict.model"; for a state that has several
-            modules, or calls its module otherwise. "" if nothing is before them, as TorchTitan saves.
-        optimizers: what is before the names of each optimizer, as ["optimizer_states.0"]; for a state that has several.
-        parameters: the names of the module's parameters in the order in which the optimizers got them, for optimizers
-            that number them, as `Optimizer.state_dict` does. An order by which a state has more elements than its
-            parameter, or as many in another shape, is refused; one of parameters of equal shapes cannot be checked.
-        skip: names, or beginnings of names up to a dot, that are left out.
+        model: the prefix of the module's names, as "ema" or "state_dict.model"; for a state with several modules, or
+            with another name for it. "" for no prefix, as TorchTitan saves.
+        optimizers: the prefix of each optimizer, as ["optimizer_states.0"]; for a state that has several.
+        parameters: the names of the module's parameters in the order of the optimizers, if these number them, as
+            `Optimizer.state_dict` does. An order is refused if a state has more elements than its parameter, or as many
+            in another shape. The order of parameters with equal shapes cannot be checked.
+        skip: names to leave out, or prefixes of names up to a dot.
 
     Returns:
         The path or URL of the checkpoint.
 
     Raises:
         CheckpointError: pickles are not allowed, or have what is not admitted; a file is missing or damaged; a value is
-            not JSON; several modules or optimizers may be meant, parameters have no names, or those of others; or
-            `target` has this step already. Then nothing is written.
+            not JSON; the module or optimizer is ambiguous; parameters have no names, or wrong ones; or `target` has
+            this step already. Then nothing is written.
         PlanError: the plan does not fit.
     """
     folder = local_path(source)
@@ -238,7 +239,7 @@ def _source(
         tensors, values = _items_of(metadata, paths, skip, open_file)
     except CheckpointError:
         raise
-    except Exception as error:  # what a pickle makes raises anything
+    except Exception as error:  # a pickle may raise anything
         raise foreign(f"{folder / METADATA}: is not metadata of torch.distributed.checkpoint: {error!r}") from error
     old, values = renamed(tensors, with_lists(values, paths, tensors), paths, names)
     check_shapes(old, {name: tensor.shape for name, tensor in tensors.items()}, names.parameters or ())
@@ -249,7 +250,7 @@ def _source(
 def _items_of(
     metadata: "Metadata", paths: Mapping[str, KeyPath], skip: Sequence[str], open_file: Callable[[str], StoredFile]
 ) -> tuple[dict[str, SourceTensor], dict[str, object]]:
-    """The tensors and values of a folder, but for those that are skipped."""
+    """The tensors and values of a folder that are not skipped."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
     tensors, values, files = dict[str, SourceTensor](), dict[str, object](), dict[str, StoredFile]()
@@ -305,7 +306,7 @@ def _without(described: Mapping[str, Any], skip: Sequence[str]) -> dict[str, Any
 
 
 class _Slice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, file: StoredFile, start: int, length: int) -> None:
         super().__init__()
@@ -351,7 +352,7 @@ def _value(name: str, item: _Slice) -> object:
 
 
 def _extent(box: Box, dtype: torch.dtype, item: _Slice) -> Extent:
-    """Where the elements of an item are, and their checksum, which is that of its zip file."""
+    """The extent of an item, with the checksum in its zip file."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
@@ -361,7 +362,7 @@ def _extent(box: Box, dtype: torch.dtype, item: _Slice) -> Extent:
             if order and opened.read(order[0]) != b"little":
                 raise ValueError("its bytes are not in little-endian order")
         item.seek(0)
-        with FakeTensorMode():  # which reads no elements, and says where they are
+        with FakeTensorMode():  # it reads no elements, and has their offsets
             x = torch.load(cast("IO[bytes]", item), weights_only=True)
         if (x.dtype, tuple(x.shape)) != (dtype, box.sizes):
             raise ValueError(f"it has {x.dtype} {tuple(x.shape)}, the metadata says {dtype} {box.sizes}")

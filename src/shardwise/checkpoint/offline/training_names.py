@@ -5,7 +5,7 @@
     optimizer_state_dict.param_groups         optimizer.param_groups
     epoch                                     epoch
 
-An optimizer is recognised by its `param_groups`, a module by what it is called.
+An optimizer is recognised by its `param_groups`, a module by its name.
 Source: `Optimizer.state_dict` of torch/optim/optimizer.py; torch/distributed/checkpoint/state_dict.py.
 """
 
@@ -22,24 +22,24 @@ from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError, did_you_mean
 
 OPTIMIZER, GROUPS = "optimizer.", ".param_groups"
-MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # what programs call the state of a module
-SHOWN = 5  # of a list, how many names an error has
+MODULES = ("model", "state_dict", "model_state_dict", "module", "net")  # programs' names for the state of a module
+SHOWN = 5  # names of a list in an error
 
 Groups: TypeAlias = list[dict[str, Any]]
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Where a value is in a nested state: keys of mappings and places in lists."""
+"""The path to a value in a nested state: keys of mappings and indices of lists."""
 
 
 @dataclass(frozen=True)
 class TrainingNames:
-    """Where the module and the optimizers of a training state are.
+    """The positions of the module and the optimizers in a training state.
 
     Attributes:
-        model: what is before the names of the module, without the dot; "" if nothing is; None if that is to be found.
-        optimizers: what is before the names of each optimizer; None if that is to be found.
-        parameters: the names of parameters, for optimizers that number theirs: in the order of these numbers, those of
-            the first optimizer first.
+        model: the prefix of the module's names, without the dot; "" if there is none; None: search it.
+        optimizers: the prefix of each optimizer; None: search them.
+        parameters: the names of parameters, for optimizers that number theirs: in the order of the numbers, one
+            optimizer after the other.
     """
 
     model: str | None = None
@@ -52,7 +52,7 @@ def renamed(
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The name of each tensor by its new name, and the values by their new names.
 
-    What is neither of the module nor of an optimizer keeps its name.
+    Names that are neither of the module nor of an optimizer are kept.
 
     Args:
         tensors: their names.
@@ -87,7 +87,7 @@ def renamed(
 
 
 def check_shapes(names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], parameters: Sequence[str]) -> None:
-    """Refuse an order of parameters in which states are too large for theirs; smaller ones may have a number a row.
+    """Refuse an order of parameters if states are too large for them; smaller states may have a number a row.
 
     Args:
         names: the name of each tensor by its new name.
@@ -111,10 +111,10 @@ def check_shapes(names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _with_groups(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dict[str, Any]:
-    """`values` with lists of groups where `flatten_optimizer_state_dict` of torch has left none.
+    """`values` with lists of groups, which `flatten_optimizer_state_dict` of torch removes.
 
-    It has hyper-parameters for each parameter: optimizer.param_groups.0.weight.lr. Parameters for which all of them are
-    equal are taken for a group; `restore` refuses groups that the optimizer does not have.
+    torch stores hyper-parameters for each parameter: optimizer.param_groups.0.weight.lr. Parameters with equal
+    hyper-parameters become a group; `restore` refuses groups that the optimizer does not have.
     """
     found = dict(values)
     of: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
@@ -134,7 +134,7 @@ def _with_groups(values: Mapping[str, Any], paths: Mapping[str, KeyPath]) -> dic
 
 
 def _optimizers(there: Sequence[str], given: Sequence[str] | None) -> Sequence[str]:
-    """Which of those that are there to import."""
+    """The optimizers to import."""
     if given is None:
         if len(there) > 1:
             raise CheckpointError(
@@ -154,7 +154,7 @@ def _optimizers(there: Sequence[str], given: Sequence[str] | None) -> Sequence[s
 def _model(
     tensors: Collection[str], paths: Mapping[str, KeyPath], optimizers: Sequence[str], given: str | None
 ) -> str | None:
-    """What is before the names of the module; None if it is what it should be, or there is none."""
+    """The prefix of the module's names; None if it is right already, or there is no module."""
     found = dict.fromkeys(
         name[: -len(str(path[-1])) - 1]
         for name in tensors
@@ -182,7 +182,7 @@ def _model(
 def _parameters(
     groups: Mapping[str, Groups], given: Sequence[str] | None, known: Collection[str]
 ) -> dict[str, list[str]]:
-    """The names of the parameters of each optimizer, in the order of its groups: `given` are of those with numbers."""
+    """The names of each optimizer's parameters, in the order of its groups. `given` are for numbered ones."""
     found, left = dict[str, list[str]](), list(given or ())
     numbered = [name for name, of in groups.items() if _stored_names(of) is None]
     count = sum(len(group["params"]) for name in numbered for group in groups[name])
@@ -220,7 +220,7 @@ def _how_to_name(optimizers: Sequence[str]) -> str:
 
 
 def _stored_names(groups: Groups) -> list[str] | None:
-    """What the groups say of names: torch has them from `get_state_dict`, or from `named_parameters`."""
+    """The names in the groups: torch has them from `get_state_dict`, or from `named_parameters`."""
     found: list[str] = []
     for group in groups:
         names = group["params"] if all(isinstance(one, str) for one in group["params"]) else group.get("param_names")
@@ -247,7 +247,7 @@ def _check_names(names: Sequence[str], known: Collection[str]) -> None:
 
 
 def _states(optimizer: str, groups: Groups, names: Sequence[str], there: Iterable[str]) -> dict[str, str]:
-    """The new names of what an optimizer has."""
+    """The new names of an optimizer's entries."""
     saved = [one for group in groups for one in group["params"]]
     owners = {f"state.{one}": name for one, name in zip(saved, names, strict=True)}
     owners |= {one: name for one, name in zip(saved, names, strict=True) if isinstance(one, str)}
@@ -283,7 +283,7 @@ def _some(names: Iterable[object]) -> str:
 def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors: Collection[str]) -> dict[str, Any]:
     """`values` with lists under their own names: "groups" in place of "groups.0.lr" and "groups.1.lr".
 
-    A list that is not there in full, or has tensors, stays divided; lists in it are put together.
+    A list that is not complete, or has tensors, stays divided; lists in it are joined.
     """
     lists: dict[KeyPath, list[tuple[KeyPath, str]]] = defaultdict(list)
     for name in [*values, *tensors]:
@@ -307,7 +307,7 @@ def with_lists(values: Mapping[str, Any], paths: Mapping[str, KeyPath], tensors:
 
 
 def _nested(members: Sequence[tuple[KeyPath, Any]]) -> object:
-    """The list, mapping or value that has these; ValueError if none does."""
+    """The list, mapping or value of these entries; ValueError if there is none."""
     if len(members) == 1 and not members[0][0]:
         return members[0][1]
     parts: dict[str | int, list[tuple[KeyPath, Any]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""How parameters of a unit are stored, and the collectives that all-gather them and reduce their gradients.
+"""Storage of a unit's parameters, and the collectives that all-gather them and reduce their gradients.
 
     (message,) = messages_of(Slots(module).find(), MixedPrecisionPolicy(), None, data_ranks, as_dtensors=False)
     full = message.start_gather(shards, message.moves, "0 (unit 1)")([None] * len(shards))
@@ -26,12 +26,12 @@ from shardwise.errors import PlanError
 
 T = TypeVar("T")
 Finish = Callable[[Sequence[Tensor | None]], list[Tensor]]
-"""Waits for an all-gather; returns the full tensors, in the given ones where there are any."""
+"""Waits for an all-gather and returns the full tensors; writes them to the given tensors, if any."""
 NO_BACKWARD = -1
 backward_task = torch._C._current_graph_task_id  # torch's number of the backward that runs, or `NO_BACKWARD`
-UNIT = "_fully_sharded_unit"  # of a module
-STORED = "_fully_sharded_parameters"  # of a module: how its own parameters are stored, by name
-IGNORED = "_fully_shard_ignores"  # of a parameter
+UNIT = "_fully_sharded_unit"  # attribute of a module
+STORED = "_fully_sharded_parameters"  # attribute of a module: how its own parameters are stored, by name
+IGNORED = "_fully_shard_ignores"  # attribute of a parameter
 
 
 @checked_init
@@ -40,9 +40,9 @@ class MixedPrecisionPolicy:
     """Dtypes of a unit, as in torch's `MixedPrecisionPolicy`.
 
     Args:
-        param_dtype: in which parameters are all-gathered and used; None: their own.
-        reduce_dtype: in which gradients are added over ranks; None: `param_dtype`.
-        output_dtype: to which floating-point outputs are converted; None: they stay as they are.
+        param_dtype: dtype in which parameters are all-gathered and used; None: their own.
+        reduce_dtype: dtype in which gradients are added over ranks; None: `param_dtype`.
+        output_dtype: dtype of floating-point outputs; None: unchanged.
         cast_forward_inputs: convert floating-point inputs to `param_dtype`.
     """
 
@@ -54,15 +54,15 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """How one parameter is stored and used.
+    """The storage and use of one parameter.
 
     Args:
         at_rest: the layout of the parameter between steps, sharded along `axis`; if offloaded, on a CPU mesh.
         axis: of the mesh of `at_rest`.
         gathered: the layout of the all-gathered parameter, on the same ranks.
-        shown: what a forward of plain inputs sees: a DTensor of this layout; None: a plain tensor.
-        terms: of how many ranks gradients are averaged in such a forward; 1: they are added.
-        shards_batch: the ranks of other axes may have parts of the batch, too; then gradients are averaged over those.
+        shown: the layout of the DTensor that a forward of plain inputs gets; None: a plain tensor.
+        terms: number of ranks over which such a forward averages gradients; 1: they are added.
+        shards_batch: the ranks of other axes may also have parts of the batch; then gradients are averaged over them.
     """
 
     at_rest: Layout
@@ -78,7 +78,7 @@ class Stored:
         return _on_mesh(self.at_rest, self.gathered.mesh)
 
     def reduction(self, data_ranks: frozenset[int], as_dtensors: bool) -> tuple[frozenset[int], int]:
-        """Over which of the ranks that have a part of the batch gradients are added, and by what they are divided."""
+        """The ranks with a part of the batch over which gradients are added, and the divisor."""
         ranks = data_ranks.intersection(self.at_rest.mesh.ranks)
         if as_dtensors and self.shown is None:
             return ranks, 1
@@ -103,7 +103,7 @@ class Slot(NamedTuple):
 
 
 def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
-    """The axes of a mesh that have the ranks of each axis of `mesh`; None if it has not all of them."""
+    """The axes of a mesh that have the ranks of each axis of `mesh`; None if one has no such axis."""
     rank = collectives.rank()
     ranks = [of.axis_ranks(rank, axis) for axis in range(of.ndim)]
     wanted = [mesh.axis_ranks(rank, axis) for axis in range(mesh.ndim)]
@@ -111,10 +111,10 @@ def axes_along(of: Mesh, mesh: Mesh) -> list[int] | None:
 
 
 def check_all_stored(path: str, module: nn.Module) -> None:
-    """Raise if a parameter that this module owns was put there after `fully_shard`: nothing reduces its gradients.
+    """Raise for a parameter that was set on this module after `fully_shard`: nothing reduces its gradients.
 
     Raises:
-        PlanError: it is neither a DTensor nor one of the ignored parameters.
+        PlanError: a parameter is neither a DTensor nor ignored.
     """
     stored = vars(module).get(STORED, {})
     for name, p in module._parameters.items():
@@ -128,11 +128,11 @@ def check_all_stored(path: str, module: nn.Module) -> None:
 
 
 class Slots:
-    """The parameters of a unit: those that no unit inside it has.
+    """The parameters of a unit, without those of units inside it.
 
     Attributes:
-        owned: their names, each with the module that owns it. Whoever changes modules sets None: not known.
-        messages: those of the parameters, by what else they depend on.
+        owned: parameter names, each with the module that owns it. Set to None after modules change: unknown.
+        messages: messages of the parameters, by the values that they depend on.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -140,10 +140,10 @@ class Slots:
         self.messages: dict[object, list[Message]] = {}
         self._module = module
         self._found: list[Slot] = []
-        self._seen: list[object] = []  # what modules had there
+        self._seen: list[object] = []  # the parameters that modules had at the last search
 
     def find(self) -> list[Slot]:
-        """The parameters; others than before if a module has another one, or one has another dtype or layout."""
+        """The parameters; found again if a module has another one, or if one has another dtype or layout."""
         if self.owned is None:
             self.owned = list(_owned(self._module))
         with DisableTorchFunctionSubclass():
@@ -193,14 +193,14 @@ class Message:
     """Parameters that share a collective.
 
     Args:
-        members: which of the parameters of the unit.
-        names: theirs.
-        moves: what is sent.
+        members: indices of its parameters in the unit.
+        names: their names.
+        moves: the layout changes of the all-gather.
         device: of the all-gathered parameters.
-        dtype: of them.
-        reduce_dtype: in which gradients are added.
-        terms: for each, of how many ranks gradients are averaged; 1: they are added.
-        resharded: how they are divided from forward to backward among fewer ranks, which all-gather them again.
+        dtype: of the all-gathered parameters.
+        reduce_dtype: dtype in which gradients are added.
+        terms: for each parameter, number of ranks over which gradients are averaged; 1: they are added.
+        resharded: layout changes among fewer ranks, which hold the parameters from forward to backward.
     """
 
     members: tuple[int, ...]
@@ -220,7 +220,7 @@ class Message:
         )
 
     def reduce(self, gradients: Sequence[Tensor | None], unit: str) -> list[Tensor | None]:
-        """The shards of the gradients, added over ranks or averaged. Those that are None stay so, on all ranks.
+        """The shards of the gradients, added over ranks or averaged. None stays None, on all ranks.
 
         Args:
             gradients: of the full parameters.
@@ -238,7 +238,7 @@ class Message:
         return reduced
 
     def reduce_now(self, gradients: Sequence[Tensor], unit: str) -> list[Tensor]:
-        """The shards of the sums over ranks, or of the averages, without history."""
+        """The shards of the sums or averages over ranks, without history."""
         num_bytes, moves = self.moves.reduced_elements * self.reduce_dtype.itemsize, self.moves
         with torch.no_grad():
             found = self._send(
@@ -256,7 +256,7 @@ class Message:
         return replace(self, members=members, names=names, terms=terms, moves=self.moves.some(present))
 
     def _send(self, what: str, num_bytes: int, moves: Batched, unit: str, backward: bool, run: Callable[[], T]) -> T:
-        """Say to listeners of the communication trace, and in errors, what is sent. Ranks compare it."""
+        """Report the message to the communication trace and to errors. Ranks compare it."""
         cause = Cause("explicit", "fully_shard", f"{unit}: {', '.join(self.names)}", what, backward=backward)
         return comm_trace.send(Purpose(cause), lambda: CommEvent(cause, None, None, moves.ranks, num_bytes, None), run)
 
@@ -273,8 +273,8 @@ def messages_of(
     Args:
         slots: the parameters of a unit.
         policy: their dtypes.
-        fewer: how many ranks divide parameters from forward to backward; None: no others than at rest.
-        data_ranks: those that have a part of the batch.
+        fewer: number of ranks that share parameters from forward to backward; None: as many as at rest.
+        data_ranks: ranks with a part of the batch.
         as_dtensors: for forwards of the batch of all ranks.
     """
     groups: dict[object, list[int]] = {}
@@ -303,8 +303,8 @@ def messages_of(
 class _Reduced(TensorFunction):
     """Adds or averages gradients over ranks; its backward all-gathers.
 
-    Where ranks average, each has gradients of its own loss, which are `terms` times those of the average of all losses.
-    The backward of the average returns such gradients, so it divides nothing.
+    Where ranks average, each rank has the gradients of its own loss: `terms` times those of the average loss. The
+    backward of the average returns such gradients, so it divides nothing.
     """
 
     @staticmethod

@@ -37,7 +37,7 @@ _SEED = (
     "torch.manual_seed(0) on all ranks before the model is made, or load one checkpoint on all of them. Without, each "
     "mesh of parallelize_module, such as mesh['tp'], has the values of its own first rank"
 )
-_SUCCESSOR = "_fully_sharded"  # of a parameter: what took its place, and how that is stored; of that, itself
+_SUCCESSOR = "_fully_sharded"  # on a parameter: its replacement, and how that is stored; on that: itself
 
 
 # ---- policies ---------------------------------------------------------------------------------------------
@@ -67,13 +67,13 @@ _BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (MixedPrecisionPolicy,
 
 
 def _class_of(policy: object) -> type:
-    """The class of a policy; of one of `torch.distributed.fsdp`, the class here of the same name."""
+    """The class of a policy. A policy of `torch.distributed.fsdp` has the class here of that name."""
     cls = type(policy)
     return _BY_NAME.get(cls.__name__, cls) if cls.__module__.startswith("torch.distributed.fsdp") else cls
 
 
 def converted_policy(policy: Any) -> Any:
-    """`policy`; one of torch with all its fields in the class of `_class_of`, which raises for one that it lacks."""
+    """`policy`, or torch's policy converted with all fields. `_class_of` raises if there is no such class here."""
     cls = _class_of(policy)
     return policy if cls is type(policy) else cls(**{f.name: getattr(policy, f.name) for f in fields(policy)})
 
@@ -132,20 +132,20 @@ def fully_shard(
         shard_placement_fn: the `Shard` of a parameter; None is `Shard(0)`.
         mp_policy: dtypes in which parameters are used and gradients are reduced; torch's class is taken too.
         offload_policy: `CPUOffloadPolicy()` stores parameters on the CPU; torch's class is taken too.
-        ignored_params: stay as they are.
+        ignored_params: parameters that stay unchanged.
         prefetch: how many units ahead an all-gather starts, in the order of the last forward. None is 0 on the CPU,
             where communication takes the cores of forward, and 1 elsewhere.
-        src_data_rank: index in the mesh of the rank whose plain parameters and buffers are used; None: those of each.
+        src_data_rank: index in the mesh of the rank whose plain parameters and buffers are used; None: each rank's own.
 
     Returns:
-        The module, which is a `FullyShardedModule` now, or the list of them.
+        `module` as a `FullyShardedModule`, or the list of such modules.
 
     Sends: (n - 1) / n of the parameters for each of the three collectives of a unit on n ranks.
 
     Raises:
-        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message;
-            `reshard_after_forward` is 1 or no factor of the ranks of the axis.
-        MeshError: the mesh has other axes, or not this rank.
+        PlanError: it was called on this module before, or parameters cannot be sharded: all of them in one message; or
+            `reshard_after_forward` is 1 or not a factor of the number of ranks.
+        MeshError: the mesh has other axes, or lacks this rank.
     """
     for one in _outermost([module] if isinstance(module, nn.Module) else module):
         data_mesh = _checked_mesh(one, mesh)
@@ -250,10 +250,10 @@ def _shard_parameters(
 def _stored(
     named: Mapping[str, nn.Parameter], wanted: Iterable[str], mesh: Mesh, placement: ShardPlacementFn | None
 ) -> dict[str, Stored]:
-    """How to store the parameters that are not sharded on the mesh already; changes nothing.
+    """The storage of parameters that are not sharded on the mesh yet; changes nothing.
 
     Raises:
-        PlanError: every parameter that cannot be, in one message.
+        PlanError: every parameter that cannot be stored, in one message.
     """
     stored: dict[str, Stored] = {}
     problems: list[str] = []
@@ -274,7 +274,7 @@ def _stored(
 
 
 def _storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: dict[Mesh, Mesh]) -> Stored | None:
-    """How to store `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
+    """The storage of `parameter` on a mesh of one axis, or of two: replicate, then shard; None: it is sharded there.
 
     A DTensor keeps its placements on the other axes of its mesh. If its mesh has no such axis, the axes of `mesh` come
     before those of its own: all ranks of both must call. `joints` has such meshes by the mesh of the parameter.
@@ -305,7 +305,7 @@ def _storage_of(parameter: nn.Parameter, mesh: Mesh, placement: Shard, joints: d
 
 
 def _joint(mesh: Mesh, other: Mesh) -> Mesh:
-    """The mesh of the axes of `mesh`, then those of `other`, which all ranks of `mesh` pass one of."""
+    """The mesh with the axes of `mesh`, then those of `other`; each rank of `mesh` passes one `other`."""
     if set(mesh.ranks) & set(other.ranks) != {collectives.rank()}:
         raise PlanError(f"its mesh {other} and {mesh} have several ranks in common. Fix: pass an axis of one mesh.")
     # Relative to the sender: `simulate` takes other ranks to send the same.
@@ -353,7 +353,7 @@ _INSTEAD = {  # methods of torch's FSDPModule
 
 
 class FullyShardedModule(nn.Module):
-    """What `fully_shard` adds to the class of a module."""
+    """The methods that `fully_shard` adds to the class of a module."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward with all-gathered parameters."""
@@ -384,7 +384,7 @@ class FullyShardedModule(nn.Module):
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients as any module does, and those that were not reduced yet."""
+        """Clear gradients as any module does, and gradients that were not reduced yet."""
         super().zero_grad(set_to_none)
         for p in self.parameters():
             vars(p).pop(UNREDUCED, None)
@@ -399,11 +399,11 @@ class FullyShardedModule(nn.Module):
             unit.settle()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, full gradients are kept, and are added to the next reduced ones.
+        """Whether backward reduces gradients. If not, full gradients are kept and added to the next reduced ones.
 
-        For accumulation over several backwards without communication of gradients, at the price of their memory. The
-        next reduced backward must use all units with such gradients, else a step of an optimizer raises. `zero_grad` of
-        a module clears them, that of an optimizer does not.
+        This accumulates over several backwards without communication, at the price of memory. The next reduced backward
+        must use all units with such gradients, else an optimizer step raises. `zero_grad` of a module clears them;
+        `zero_grad` of an optimizer does not.
         """
         check_steps()
         for unit in self._units(recurse):
@@ -415,7 +415,7 @@ class FullyShardedModule(nn.Module):
             unit.reshard_after_forward = reshard_after_forward
 
     def unshard(self, async_op: bool = False) -> None:
-        """All-gather the parameters of this unit before its next forward; `async_op` returns before it is done."""
+        """All-gather the parameters of this unit before its next forward. `async_op` returns before it is done."""
         (unit,) = self._units(recurse=False)
         unit.unshard(async_op)
 
@@ -440,7 +440,7 @@ def _fully_sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _gathering(forward: Callable[..., object]) -> Callable[..., object]:
-    """`forward`, with all-gathered parameters also if it is called around the hooks: `module.forward(x)`."""
+    """`forward` with all-gathered parameters, also if it is called without hooks: `module.forward(x)`."""
 
     @wraps(forward)
     def run(module: nn.Module, *args: object, **kwargs: object) -> object:

@@ -3,9 +3,9 @@
     sharded → gathering → gathered → forward → gathered → sharded     a forward
     sharded → gathering → gathered → backward → gathered → sharded    its backward, which reduces gradients at its end
 
-Ops save all-gathered parameters, and views of them, for backward. Their memory is freed meanwhile, and filled again
-before backward needs it. In between their version differs from the saved one, so reading them is torch's error about
-variables that were modified in place.
+Ops save all-gathered parameters, and views of them, for backward. Their memory is freed after forward, and filled again
+before backward needs it. In between their version differs from the saved one, so reading them raises torch's error
+about variables that were modified in place.
 """
 
 import threading
@@ -52,13 +52,13 @@ from shardwise.parallel.fully_sharded.messages import (
     messages_of,
 )
 
-UNREDUCED = "_unreduced_gradient"  # of a parameter: its full gradient of earlier backwards, and the name of its unit
-CALLERS = 4  # of deepcopy: a copy is known by where it was made
+UNREDUCED = "_unreduced_gradient"  # on a parameter: its full gradient of earlier backwards, and its unit's name
+CALLERS = 4  # callers of deepcopy that identify a copy
 T = TypeVar("T")
 
 
 class State(Enum):
-    """What a rank has of the parameters of one forward of a unit."""
+    """State of the parameters of one forward of a unit, on one rank."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"  # all-gathers have started
@@ -96,9 +96,9 @@ class FullParameters:
     """The all-gathered parameters of one forward of a unit, and the gradients of its backward.
 
     Args:
-        unit: whose parameters these are.
+        unit: the unit that owns the parameters.
         slots: the parameters as stored.
-        messages: all of them together have each parameter once.
+        messages: together they have each parameter once.
         as_dtensors: a forward of the batch of all ranks.
     """
 
@@ -108,19 +108,19 @@ class FullParameters:
         self.state = State.SHARDED
         self.full: list[Tensor] = []  # without history; those that a forward uses share their versions
         self.is_pinned = False  # its memory is kept: it is part of an output
-        self.backward = NO_BACKWARD  # torch's number of the one that needs it
-        self.earlier: Sequence[ref[FullParameters]] = ()  # of the units that ran before, which backward needs next
+        self.backward = NO_BACKWARD  # torch's number of the backward that needs it
+        self.earlier: Sequence[ref[FullParameters]] = ()  # parameters of earlier units, which backward needs next
         self._seen = _versions(self.parameters)
         self._finish: list[Finish] = []  # while gathering
         self._resharded: list[tuple[Batched, list[Tensor]]] = []  # shards of each message among fewer ranks
-        self._shown: list[Tensor] = []  # what modules have in the place of stored parameters
-        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # what they had there
+        self._shown: list[Tensor] = []  # what modules have instead of stored parameters
+        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # by `_shown`
 
     def become(self, state: State) -> None:
         """Change the state.
 
         Raises:
-            ThreadError: it cannot follow the present one.
+            ThreadError: no transition from the present state.
         """
         if (self.state, state) not in TRANSITIONS:
             expected = " or ".join(after.value for before, after in TRANSITIONS if before is self.state)
@@ -133,7 +133,7 @@ class FullParameters:
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the all-gathers, unless they are."""
+        """Start the all-gathers, unless they have started."""
         if self.state is not State.SHARDED:
             return
         self._check_unchanged()
@@ -165,10 +165,10 @@ class FullParameters:
         self.become(State.GATHERED)
 
     def free(self, among_fewer: bool = False) -> None:
-        """Free the memory; what refers to it can be read again after `fill`.
+        """Free the memory; tensors that share it can be read again after `fill`.
 
         Args:
-            among_fewer: keep shards of it, so that fewer ranks can all-gather it again.
+            among_fewer: keep shards, which fewer ranks can all-gather again.
         """
         self._finish, self._resharded = [], []
         if self.state is State.SHARDED:
@@ -189,7 +189,7 @@ class FullParameters:
     # ---- what modules have ------------------------------------------------------------------------------------
 
     def show(self, state: State) -> None:
-        """Let modules have all-gathered parameters, for a forward or a backward."""
+        """Set all-gathered parameters on modules, for a forward or a backward."""
         self.unit.hide()
         self.become(state)
         self.unit.shown = self
@@ -202,14 +202,14 @@ class FullParameters:
             assign(slot.owners, shown)
 
     def hide(self) -> None:
-        """Let modules have what they had before: in backward not always what forward used (`functional_call`)."""
+        """Set the earlier parameters on modules: in backward not always what forward used (`functional_call`)."""
         for parameters, name, before in self._hidden:
             parameters[name] = before
         self._shown, self._hidden, self.unit.shown = [], [], None
         self.become(State.GATHERED)
 
     def _outputs(self) -> tuple[Tensor, ...]:
-        """The all-gathered parameters, whose gradients are reduced to those of the stored ones."""
+        """The all-gathered parameters, whose gradients are reduced to those of the stored parameters."""
         if torch._C._are_functorch_transforms_active():
             refuse_transform(f"the forward of {self.unit.name}, a unit of fully_shard: {FUNC}")
         with DisableTorchFunctionSubclass():
@@ -235,7 +235,7 @@ class FullParameters:
             )
 
     def is_of(self, slots: Sequence[Slot], messages: Sequence[Message]) -> bool:
-        """Whether an all-gather of these parameters would find the same."""
+        """Whether an all-gather would find these parameters again."""
         if self.messages is not messages or any(
             p is not s.parameter for p, s in zip(self.parameters, slots, strict=True)
         ):
@@ -258,7 +258,7 @@ class FullParameters:
     # ---- backward ---------------------------------------------------------------------------------------------
 
     def begin_backward(self, *_: object) -> None:
-        """Have the full parameters before the first op of backward; start those that backward needs next."""
+        """Fill the parameters before the first op of backward; start those that backward needs next."""
         self.fill()
         self.keep_in_backward()
         for earlier in reversed(self.earlier):
@@ -267,7 +267,7 @@ class FullParameters:
                 found.start()
 
     def keep_in_backward(self) -> None:
-        """Let modules have the parameters until gradients are computed, for what is recomputed meanwhile."""
+        """Keep the parameters on modules until gradients are computed: checkpoints recompute with them."""
         self.backward = backward_task()
         _end_after_backward(self)
         if self.state is not State.BACKWARD and not self.unit.is_running:
@@ -275,7 +275,7 @@ class FullParameters:
                 self.show(State.BACKWARD)
 
     def end_backward(self, *_: object) -> None:
-        """Free what backward all-gathered, unless a backward inside it ends: a checkpoint that recomputes."""
+        """Free the parameters of backward, unless it is an inner backward: a checkpoint that recomputes."""
         if self.backward not in (backward_task(), NO_BACKWARD) or self.state is State.FORWARD:
             return
         if self.state is State.BACKWARD:
@@ -302,7 +302,7 @@ class FullParameters:
         return reduced
 
     def _accumulated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Add the gradients that were not reduced before; none are left if these are not reduced either."""
+        """Add the gradients that earlier backwards did not reduce; if these are not reduced either, keep the sum."""
         found, sync = list(gradients), self.unit.requires_gradient_sync
         if sync and not [p for p in self.parameters if UNREDUCED in vars(p)]:
             return found
@@ -340,7 +340,7 @@ class _AllGathered(TensorFunction):
 
 @cache
 def check_steps() -> None:
-    """Let steps of all optimizers refuse parameters with gradients that were not reduced."""
+    """Make all optimizer steps refuse parameters with gradients that were not reduced."""
     register_optimizer_step_pre_hook(_check_reduced)
 
 
@@ -358,7 +358,7 @@ def _check_reduced(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 class Forward:
-    """A forward of a root: the outermost unit.
+    """A forward of a root, the outermost unit.
 
     Args:
         root: its unit.
@@ -371,7 +371,7 @@ class Forward:
         self.gathered: list[ref[FullParameters]] = []
 
     def add(self, gathered: FullParameters) -> None:
-        """A unit uses its parameters now; those of the units that followed it last time are started."""
+        """Add a unit that uses its parameters; start the units that followed it last time."""
         ahead, order = self.root.options.prefetch, self.root.order
         gathered.earlier = self.gathered[-gathered.unit.options.prefetch :] if gathered.unit.options.prefetch else ()
         self.gathered.append(ref(gathered))
@@ -382,7 +382,7 @@ class Forward:
                 following.start_ahead(self.as_dtensors)
 
     def end(self) -> None:
-        """Keep the order of its units, and leave this thread."""
+        """Keep the order of the units, and leave this thread."""
         self.root.order = self.units
         _thread.forward = None
         if not torch.is_grad_enabled():
@@ -418,21 +418,21 @@ def _end(filled: list[FullParameters]) -> None:
 
 
 class _Made(Counter[Mesh]):
-    """How many units a rank has made on each mesh."""
+    """The number of units that a rank has made on each mesh."""
 
 
 def next_number(mesh: Mesh) -> str:
-    """The number of the next unit on this mesh. All ranks of it make the same units, but copies, in the same order."""
+    """The number of the next unit on this mesh. All ranks make equal units in one order, except copies."""
     counts = collectives.owner().state(_Made)
     counts[mesh] += 1
     return str(counts[mesh])
 
 
 class Unit:
-    """What `fully_shard` adds to a module: its forward and backward run with all-gathered parameters.
+    """A unit of `fully_shard`: its forward and backward run with all-gathered parameters.
 
     Args:
-        number: the same on all ranks of its mesh, and another than that of every other unit.
+        number: equal on all ranks of its mesh, and different for every unit.
     """
 
     def __init__(self, module: nn.Module, options: Options, number: str) -> None:
@@ -440,15 +440,15 @@ class Unit:
         self.name = type(module).__name__  # a root finds the paths of those inside it
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
-        self.data_ranks = frozenset(options.mesh.ranks)  # those of all units of the model it was called in
-        self.order: list[Unit] = []  # of the last forward with this unit as root
+        self.data_ranks = frozenset(options.mesh.ranks)  # of all units of the model in whose forward it ran
+        self.order: list[Unit] = []  # units of the last forward with this one as root
         self.is_running = False  # its forward
-        self.shown: FullParameters | None = None  # what modules have, in a forward or a backward
+        self.shown: FullParameters | None = None  # parameters of a running forward or backward
         self.ahead: FullParameters | None = None  # started for the next forward
         self.slots = Slots(module)
         self._as_dtensors = False
         self._checked: object = None
-        self._copies: Counter[str] = Counter()  # by where they were made
+        self._copies: Counter[str] = Counter()  # copies by where they were made
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Unit":
         module = cast(nn.Module, memo[id(self.module)])
@@ -465,7 +465,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """Its name and number, for communication traces and what ranks compare."""
+        """Name and number of the unit, for communication traces and comparisons between ranks."""
         return f"{self.name} (unit {self.number})"
 
     # ---- forward ----------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ class Unit:
         return _thread.forward
 
     def _prepare_below(self, as_dtensors: bool) -> None:
-        """Name the units of this root, and check that it reduces all gradients, in one way."""
+        """Name the units of this root, and check that all of them reduce gradients in one way."""
         now = as_dtensors, [(id(x), len(x._parameters), vars(x).get(UNIT)) for x in self.module.modules()]
         if self._checked == now:
             return
@@ -545,7 +545,7 @@ class Unit:
         self._checked = now
 
     def find_slots(self) -> Sequence[Slot]:
-        """The stored parameters, also while modules have the all-gathered ones."""
+        """The stored parameters, also while modules have all-gathered ones."""
         return self.slots.find() if self.shown is None else self.shown.slots
 
     def _full_parameters(self, as_dtensors: bool, in_backward: FullParameters | None = None) -> FullParameters | None:
@@ -572,13 +572,13 @@ class Unit:
                 self.ahead.start()
 
     def unshard(self, async_op: bool) -> None:
-        """`start_ahead` as the last forward used parameters; waits, unless `async_op`."""
+        """`start_ahead` with parameters as the last forward used them; waits, unless `async_op`."""
         self.start_ahead(self._as_dtensors)
         if self.ahead is not None and not async_op:
             self.ahead.fill()
 
     def _leave(self, full: FullParameters, inputs: object, output: object, is_root: bool) -> None:
-        """Free the parameters after their forward, and have them again before the backward of its outputs."""
+        """Free the parameters after forward, and fill them before the backward of its outputs."""
         tensors = list(_tensors(output))
         full.is_pinned |= _share_memory(tensors, full.full)
         if torch.is_grad_enabled() and full.state is State.GATHERED and not is_capturing():  # backward needs it at once
@@ -598,12 +598,12 @@ class Unit:
                     needing.popitem()[1].register_hook(full.end_backward)
 
     def hide(self) -> None:
-        """Let modules have their stored parameters."""
+        """Set the stored parameters on modules."""
         if self.shown is not None:
             self.shown.hide()
 
     def settle(self) -> None:
-        """Let modules have their stored parameters also after a backward that failed."""
+        """Set the stored parameters on modules also after a backward that failed."""
         if not self.is_running and backward_task() == NO_BACKWARD:
             self.hide()
 
@@ -614,7 +614,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def _mark_parameter(shown: Tensor, parameter: DTensor) -> None:
-    """Let modules that look for an `nn.Parameter`, or for what a user set on it, find one."""
+    """Make `shown` pass for an `nn.Parameter` with the attributes that a user set on it."""
     shown._is_param = True
     for key, x in parameter.__dict__.items():
         if key[0] != "_":
@@ -655,7 +655,7 @@ def _set_versions(tensors: Sequence[Tensor], version: int) -> None:
 
 
 def _versions(parameters: Sequence[DTensor]) -> list[tuple[int, int]]:
-    """Each differs after its parameter was changed."""
+    """Version counters of parameters, each different after its parameter changed."""
     with DisableTorchFunctionSubclass(), tracing_paused():
         return [(p._version, torch._C.TensorBase.data_ptr(p)) for p in parameters]
 
@@ -676,7 +676,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _nodes(tensors: Iterable[Tensor]) -> set[Node]:
-    """Where the backward of these tensors begins, also after one that is a view was changed in place."""
+    """The nodes where backward of these tensors begins, also after an in-place change of a view."""
     views = [x for t in tensors for x in (t, t._base) if x is not None]
     return {x.grad_fn for x in views if x.grad_fn is not None}
 
