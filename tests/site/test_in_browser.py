@@ -163,7 +163,8 @@ def test_the_search_finds_pages(browser: Browser, address: str, site: Path, size
 
 # What people type, and the page that must come first.
 FIRST = {
-    "out of memory": "memory", "OOM": "memory", "activation checkpointing": "memory", "cpu offload": "memory",
+    "out of memory": "memory", "OOM": "memory", "activation checkpointing": "memory",
+    "cpu offload": "memory",
     "bf16": "mixed-precision", "mixed precision": "mixed-precision", "gradient accumulation": "mixed-precision",
     "GradScaler": "mixed-precision", "LoRA": "lora", "PEFT": "lora", "generate": "generation", "serving": "generation",
     "pipeline parallel": "not-here", "torch.compile": "not-here", "fp8": "not-here", "UVM": "not-here",

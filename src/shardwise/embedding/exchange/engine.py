@@ -255,6 +255,8 @@ class Engine:
             self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
             lent.give_back()
             ordered.give_back()
+            if arriving is not lent:
+                arriving.give_back()
 
         return finish
 
