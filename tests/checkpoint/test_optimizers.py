@@ -101,6 +101,16 @@ def test_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path, before
     train(other, range(5, 8))
 
 
+@world(2)
+def test_tables_whose_optimizer_is_left_out_are_named() -> None:
+    model = Model(RowWiseAdagrad(lr=0.1))
+    of_layer = Adam(model.layer.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"^tables\.fused_optimizer is not among the optimizers"):
+        state_of(model, of_layer)
+    state_of(model, [of_layer, fused_of(model)])
+    state_of(model)  # of a model alone
+
+
 def plain() -> tuple[nn.Linear, Adam]:
     layer = nn.Linear(3, 2)
     optimizer = Adam(layer.parameters(), lr=0.1)

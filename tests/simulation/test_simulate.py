@@ -385,6 +385,9 @@ def test_times_are_those_of_the_topology() -> None:
     assert untimed.communication
 
 
+FIX = "Fix: ranks with 1 MiB of memory, smaller microbatches or checkpointed layers."
+
+
 def test_the_first_lines_say_whether_it_fits() -> None:
     def found(memory: int) -> list[str]:
         topology = replace(CPUS, memory=memory)
@@ -394,8 +397,8 @@ def test_the_first_lines_say_whether_it_fits() -> None:
         ).splitlines()
 
     assert found(256)[:2] == ["Mesh(0=4): 4 ranks", "All ranks peak at 256 B or less of 256 B: it fits."]
-    assert found(255)[1] == "Rank 0-2 peak at 256 B of 255 B: 1 B too much. Fix: ranks with 1 MiB of memory."
-    assert found(99)[1] == "All ranks peak at 256 B or less of 99 B: 157 B too much. Fix: ranks with 1 MiB of memory."
+    assert found(255)[1] == "Rank 0-2 peak at 256 B of 255 B: 1 B too much. " + FIX
+    assert found(99)[1] == "All ranks peak at 256 B or less of 99 B: 157 B too much. " + FIX
     assert found(255)[2].startswith("A step takes ")
     assert [line.split()[:4] for line in found(255)[5:7]] == [["rank", "0-2", "256", "B"], ["rank", "3", "112", "B"]]
     even = simulate(nn.Linear(3, 8), torch.ones(2, 3), mesh=Mesh((4,)))

@@ -1,6 +1,7 @@
 """The state of a module and its optimizers under names that depend on no layout and no number of ranks."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from os import PathLike
@@ -61,10 +62,22 @@ def state_of(
         check_extra_state(name, of_module[name])
     state: dict[str, Any] = _model_state(of_module)
     if optimizers := by_name(optimizer):
+        _warn_of_left_out(module, optimizers.values())
         state |= optimizer_state(module, optimizers)
     if named := by_name(schedulers):
         state[SCHEDULERS] = scheduler_state(named)
     return state
+
+
+def _warn_of_left_out(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Name collections whose tables would resume without the states of their optimizer."""
+    known = list(map(id, optimizers))
+    for path, child in module.named_modules():
+        fused = getattr(child, "fused_optimizer", None)
+        if isinstance(fused, Optimizer) and id(fused) not in known:
+            name = path or type(child).__name__
+            text = f"{name}.fused_optimizer is not among the optimizers, so the states of its tables are not saved."
+            warnings.warn(f"{text} Fix: state_of(module, [optimizer, module.{name}.fused_optimizer]).", stacklevel=3)
 
 
 @dataclass(frozen=True)

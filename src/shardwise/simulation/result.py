@@ -244,7 +244,7 @@ class Simulation(Report):
             return f"{text}."
         if not self.missing_bytes:
             return f"{text} of {bytes_text(memory)}: it fits."
-        enough = f"ranks with {ceil(self.peak_bytes / MIB)} MiB of memory"
+        enough = f"ranks with {ceil(self.peak_bytes / MIB)} MiB of memory, smaller microbatches or checkpointed layers"
         return f"{text} of {bytes_text(memory)}: {bytes_text(self.missing_bytes)} too much. Fix: {enough}."
 
     def _row(self, one: RankClass) -> tuple[str, ...]:
