@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise._collectives import Wait
 from shardwise._layout import Mesh, OnRanks, Placement, Replicate, Shard
 from shardwise._redistribute import buffers
 from shardwise._redistribute.buffers import Lent
+from shardwise._redistribute.transfers import Exchange
 from shardwise.embedding import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -20,6 +22,7 @@ from shardwise.embedding import (
     PoolingType,
     shard_embeddings,
 )
+from shardwise.embedding.kernels import Allocate
 from shardwise.embedding.optimizers import RowOptimizer
 
 CONFIGS = [
@@ -114,13 +117,26 @@ def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def overwrite_given_back(patch: pytest.MonkeyPatch) -> None:
-    """Lend all memory of messages, however small, and overwrite it when it is given back."""
-    give_back = Lent.give_back
+    """Lend all memory of messages, however small, and overwrite it when it is given back.
+
+    Simulated ranks receive in that memory, as processes do.
+    """
+    give_back, start = Lent.give_back, Exchange.start
 
     def overwrite(lent: Lent) -> None:
         for memory in lent._taken:
             memory.fill_(255)  # NaN, or an id of -1
         give_back(lent)
 
+    def receive_in(
+        exchange: Exchange, send: Tensor, sent: Sequence[int], received: Sequence[int], allocate: Allocate | None = None
+    ) -> Wait:
+        wait = start(exchange, send, sent, received)
+        if allocate is None:
+            return wait
+        memory = allocate(sum(received))
+        return lambda: memory.copy_(wait())
+
+    patch.setattr(Exchange, "start", receive_in)
     patch.setattr(buffers, "MIN_BYTES", 1)
     patch.setattr(Lent, "give_back", overwrite)

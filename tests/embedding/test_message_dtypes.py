@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise import _collectives as collectives
 from shardwise._collectives import count_comms
 from shardwise._layout import Layout, Mesh, OnRanks, Placement, Replicate, Shard
+from shardwise._redistribute.buffers import Buffers, Lent
 from shardwise._tensor import DTensor
 from shardwise.embedding import SGD, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType, shard_embeddings
 from shardwise.errors import ArgumentError, ConfigError
@@ -190,6 +191,21 @@ def test_messages_of_16_bits_have_half_the_bytes() -> None:
             assert found == (forward - elements * 2, elements * 4)
         for found in world(2).run(bytes_of, torch.float32, short):
             assert found == (forward, elements * 2)
+
+
+@pytest.mark.parametrize("backward", [torch.float32, torch.bfloat16])
+def test_a_step_gives_all_memory_of_its_messages_back(backward: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    lent, lend = list[Lent](), Buffers.lend
+
+    def keep(of: Buffers, dtype: torch.dtype, device: torch.device) -> Lent:
+        lent.append(lend(of, dtype, device))
+        return lent[-1]
+
+    tables.overwrite_given_back(monkeypatch)
+    monkeypatch.setattr(Buffers, "lend", keep)
+    world(2).run(bytes_of, torch.float32, backward)
+    assert lent
+    assert not any(one._taken for one in lent)
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -169,15 +169,13 @@ FIRST = {
     "GradScaler": "mixed-precision", "LoRA": "lora", "PEFT": "lora", "generate": "generation", "serving": "generation",
     "pipeline parallel": "not-here", "torch.compile": "not-here", "fp8": "not-here", "UVM": "not-here",
     "windows": "not-here", "GPU": "gpus", "NCCL": "gpus", "tensorboard": "metrics", "wandb": "metrics",
-    "MFU": "metrics",
-    "slurm": "launching", "kubernetes": "launching", "elastic": "launching", "torchrun": "launching",
+    "MFU": "metrics", "slurm": "launching", "kubernetes": "launching", "elastic": "launching", "torchrun": "launching",
     "jupyter": "launching", "KJT": "embedding", "embedding bag": "embedding", "table planner": "embedding",
     "FSDP": "data-parallel", "ZeRO": "data-parallel", "DDP": "data-parallel", "tensor parallel": "parallel",
     "sequence parallel": "parallel", "mixture of experts": "parallel", "weight tying": "parallel",
     "ring attention": "parallel", "resume": "checkpoints", "deadlock": "debugging", "simulate": "pictures",
     "uneven": "choose", "TorchRec": "coming-from-torchrec", "Megatron": "coming-from-torch",
-    "safetensors": "hugging-face",
-    "shard_module": "reference/shardwise",
+    "safetensors": "hugging-face", "shard_module": "reference/shardwise",
 }  # fmt: skip
 
 

@@ -253,10 +253,8 @@ class Engine:
             values = by_stack(wait().float(), runs, self._cols, lent.empty)
             per_stack = map(RunGradients, requests, values, known)
             self.update([_without_frozen(*of_stack) for of_stack in zip(self.stacks, per_stack, strict=True)])
-            lent.give_back()
-            ordered.give_back()
-            if arriving is not lent:
-                arriving.give_back()
+            for memory in (lent, arriving, ordered):
+                memory.give_back()
 
         return finish
 
