@@ -178,7 +178,7 @@ def test_short_json_values_are_gathered_by_one_collective(lengths: tuple[int, ..
             assert collectives.gather_json(every[rank()], (0, 1, 2)) == every
             found = collectives.gather_json_to_first(every[rank()], (0, 1, 2))
         assert found == (every if rank() == 0 else [])
-        assert comms.total_calls == 2 * calls
+        assert comms.total_calls == calls + 2
 
     world(3).run(gather)
 

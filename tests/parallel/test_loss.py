@@ -47,7 +47,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            sizes = [x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
+            sizes = [x.nbytes // 8 for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and not x.is_meta]
         self.elements = max([self.elements, *sizes])
         return out
 

@@ -151,28 +151,26 @@ def exchange_of(here: Transport) -> Exchange:
 def gather_json_with(exchange: Exchange, value: T, ranks: Ranks, is_first: bool | None = None) -> list[T]:
     """Every rank's JSON value, in rank order; nothing is pickled.
 
-    One collective of lengths and the first `FIRST_BYTES` of each value; a second one if a value of any rank is longer.
+    One collective has lengths and the first `FIRST_BYTES` of values; a second one the rest, if a value of any rank is
+    longer. A gather to the first rank has both: other ranks get nothing, so they do not know the lengths.
 
     Args:
         is_first: for a gather to the first of `ranks`, whether this rank is the first; the others get none.
     """
-    data, gets = json.dumps(value).encode(), int(is_first is not False)
+    data, size = json.dumps(value).encode(), LENGTH_BYTES + FIRST_BYTES
     copies = [1, *[int(is_first is None)] * (len(ranks) - 1)]  # for each rank
-    length = len(data).to_bytes(LENGTH_BYTES, "little")
     first, rest = data[:FIRST_BYTES].ljust(FIRST_BYTES), data[FIRST_BYTES:]  # JSON may end with spaces
-    sent = [LENGTH_BYTES + FIRST_BYTES * count for count in copies]
-    size = LENGTH_BYTES + FIRST_BYTES * gets
-    message = _as_tensor(b"".join(length + first * count for count in copies))
-    found = exchange(message, sent, [size] * len(ranks), ranks).numpy().tobytes()
+    message = _as_tensor((len(data).to_bytes(LENGTH_BYTES, "little") + first) * sum(copies))
+    sizes = [0 if is_first is False else size] * len(ranks)
+    found = exchange(message, [size * count for count in copies], sizes, ranks).numpy().tobytes()
     firsts = [found[at : at + size] for at in range(0, len(found), size)]
     missing = [max(0, int.from_bytes(part[:LENGTH_BYTES], "little") - FIRST_BYTES) for part in firsts]
-    rests = [b""] * len(ranks)
-    if any(missing):
-        counts = [count * gets for count in missing]
-        sent = [len(rest) * count for count in copies]
+    rests = [b""] * len(firsts)
+    if is_first is not None or any(missing):
+        counts, sent = missing or [0] * len(ranks), [len(rest) * count for count in copies]
         parts = exchange(_as_tensor(rest * sum(copies)), sent, counts, ranks).split(counts)
-        rests = [part.numpy().tobytes() for part in parts]
-    return [json.loads(a[LENGTH_BYTES:] + b) for a, b in zip(firsts, rests, strict=True)] if gets else []
+        rests = [part.numpy().tobytes() for part in parts][: len(firsts)]
+    return [json.loads(a[LENGTH_BYTES:] + b) for a, b in zip(firsts, rests, strict=True)]
 
 
 def _as_tensor(data: bytes) -> Tensor:
