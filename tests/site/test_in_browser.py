@@ -163,19 +163,21 @@ def test_the_search_finds_pages(browser: Browser, address: str, site: Path, size
 
 # What people type, and the page that must come first.
 FIRST = {
-    "out of memory": "memory", "OOM": "memory", "activation checkpointing": "memory",
-    "cpu offload": "memory",
+    "out of memory": "memory", "OOM": "memory", "activation checkpointing": "memory", "cpu offload": "memory",
     "bf16": "mixed-precision", "mixed precision": "mixed-precision", "gradient accumulation": "mixed-precision",
     "GradScaler": "mixed-precision", "LoRA": "lora", "PEFT": "lora", "generate": "generation", "serving": "generation",
-    "pipeline parallel": "not-here", "torch.compile": "not-here", "fp8": "not-here", "UVM": "not-here",
+    "pipeline parallel": "not-here", "torch.compile": "capture", "fp8": "not-here", "UVM": "not-here",
     "windows": "not-here", "GPU": "gpus", "NCCL": "gpus", "tensorboard": "metrics", "wandb": "metrics",
-    "MFU": "metrics", "slurm": "launching", "kubernetes": "launching", "elastic": "launching", "torchrun": "launching",
+    "MFU": "metrics", "slurm": "launching", "kubernetes": "launching", "elastic": "launching", "torchrun": "start",
     "jupyter": "launching", "KJT": "embedding", "embedding bag": "embedding", "table planner": "embedding",
     "FSDP": "data-parallel", "ZeRO": "data-parallel", "DDP": "data-parallel", "tensor parallel": "parallel",
     "sequence parallel": "parallel", "mixture of experts": "parallel", "weight tying": "parallel",
     "ring attention": "parallel", "resume": "checkpoints", "deadlock": "debugging", "simulate": "pictures",
-    "uneven": "choose", "TorchRec": "coming-from-torchrec", "Megatron": "coming-from-torch",
-    "safetensors": "hugging-face", "shard_module": "reference/shardwise",
+    "uneven": "glossary", "TorchRec": "coming-from-torchrec", "Megatron": "coming-from-torch",
+    "safetensors": "checkpoint-tools", "shard_module": "reference/shardwise", "checkpoint": "checkpoints",
+    "checkpoint convert": "checkpoint-tools", "multi node": "launching", "freeze layers": "lora",
+    "NaN loss": "troubleshooting", "custom op": "coverage",
+    "shard a big linear": "parallel", "quantization": "not-here", "gather full tensor": "glossary",
 }  # fmt: skip
 
 

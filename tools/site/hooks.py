@@ -24,7 +24,7 @@ FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHA
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.extra["version"] = shardwise.__version__
+    config.copyright = f"shardwise {shardwise.__version__}"
     return config
 
 
@@ -41,7 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     page.meta["tags"] = WORDS.get(page.file.src_uri, [])
     if {section.title for section in page.ancestors} & LAST:
-        page.meta["search"] = {"boost": 0.1}
+        page.meta.setdefault("search", {"boost": 0.1})
     return markdown.replace("](../examples/", "](examples/").replace("](../README.md", "](index.md")
 
 
