@@ -239,7 +239,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "has no such tensor at byte": lambda m: setattr(info_of(m, "model.plain"), "length", 99),
     "compressed or encrypted": lambda m: setattr(info_of(m, "model.plain"), "transform_descriptors", ["zstd"]),
     "'step': ": lambda m: setattr(info_of(m, "step"), "length", 99),
-    "no metadata of torch.distributed.checkpoint: LayoutError": lambda m: setattr(plain(m), "size", torch.Size([7, 4])),
+    "metadata of torch.distributed.checkpoint: LayoutError": lambda m: setattr(plain(m), "size", torch.Size([7, 4])),
     "it has torch.float32 (5, 4), the metadata says torch.int32 (5, 4)": lambda m: setattr(
         plain(m).properties, "dtype", torch.int32
     ),

@@ -15,7 +15,6 @@ from shardwise._tensor.transforms import refuse_compilation
 from shardwise._torch_bridge import module_sharding
 from shardwise.errors import LayoutError, MeshError, PlanError
 from shardwise.parallel.boundary import SharedInput
-from shardwise.parallel.fully_sharded.messages import UNIT
 from shardwise.parallel.styles import SHARDS_BATCH, InputFn, ModuleContext, OutputFn, ParallelStyle, misused_style
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,11 +66,6 @@ def parallelize_module(
     mesh = module_sharding.module_mesh(module, device_mesh)
     if mesh.coordinate(collectives.rank()) is None:
         raise MeshError(f"Rank {collectives.rank()} is not part of {mesh}. Fix: parallelise on its ranks only.")
-    for path, child in module.named_modules():
-        if UNIT in vars(child):
-            raise PlanError(
-                f"{path or 'The module'} is a unit of fully_shard. Fix: parallelize_module before fully_shard."
-            )
     plan = list(flattened(parallelize_plan))
     named = module_sharding.named_parameters(module)
     module_sharding.agree_on_plan(plan, named, mesh.ranks, mesh=str(mesh), src_data_rank=src_data_rank)
