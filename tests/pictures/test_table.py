@@ -42,6 +42,20 @@ def test_a_sharded_module_is_shown_as_its_plan_was() -> None:
         assert [one.rank_bytes[rank] for one in table.placed] == held
 
 
+def test_of_sub_meshes_the_ranks_that_all_have_are_shown() -> None:
+    def body() -> tuple[tuple[int, ...], int, int]:
+        mesh = Mesh((2, 2), names=("dp", "tp"))
+        module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
+        module[0] = shard_module(module[0], {"weight": Shard(0)}, mesh["tp"])
+        module[1] = shard_module(module[1], {"weight": Shard(1)}, mesh["dp"])
+        table = sharding_table(module)
+        held = sum(p.to_local().nbytes for p in module.parameters() if isinstance(p, DTensor))
+        return table.ranks, sum(one.rank_bytes[0] for one in table.placed), held
+
+    for rank, (ranks, shown, held) in enumerate(world(4).run(body)):
+        assert (ranks, shown) == ((rank,), held)
+
+
 def test_plain_parameters_are_on_every_rank_and_tied_ones_are_one() -> None:
     module = model()
     assert [one.placement for one in sharding_table(module).placed] == ["plain"] * 3

@@ -325,6 +325,17 @@ def test_less_memory_takes_a_plan_that_fits_or_says_how_much_is_missing() -> Non
         plan_module(model, replace(SLOW, memory=1000), batch, forward=loss_of, head_room=0.0)
 
 
+def test_inputs_that_the_module_or_the_function_does_not_take_are_refused() -> None:
+    batch = (torch.zeros(4, 4),)
+    with pytest.raises(PlanError, match=r"Perceptron.forward does not take the inputs: .*'y'.* Fix: inputs that it"):
+        plan_module(Perceptron(4, 4), SLOW, {"y": batch[0]})
+
+    def loss(model: nn.Module) -> None: ...
+
+    with pytest.raises(PlanError, match=r"loss does not take the module and the inputs: .* Fix: a function from the"):
+        plan_module(Perceptron(4, 4), SLOW, batch, forward=loss)
+
+
 def test_without_a_tensor_or_with_another_mesh_there_is_no_plan() -> None:
     with pytest.raises(PlanError, match="no input is a tensor"):
         plan_module(Perceptron(4, 4), SLOW, (3,))

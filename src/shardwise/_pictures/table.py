@@ -70,6 +70,8 @@ def placed(name: str, layout: Layout, itemsize: int, ranks: Sequence[int]) -> Pl
 def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None) -> Table:
     """The placement of the parameters of `module`, present or, with a plan, future. Sends and allocates nothing.
 
+    Parameters on sub-meshes, such as `mesh["tp"]` and `mesh["dp"]`: the ranks that all these meshes have are shown.
+
     Args:
         module: any module; also on the meta device. A parameter that is not a DTensor is on every rank.
         plan: as for `shard_module`, or a `ShardingPlan`; parameters of its `Sharder`s have unknown bytes.
@@ -88,7 +90,10 @@ def sharding_table(module: "nn.Module", plan: object = None, mesh: object = None
     everybody: set[int] = set()
     if plan is not None:
         layouts, words, everybody = _planned(module, plan, mesh, layouts)
-    ranks = tuple(sorted(everybody.union(*(layout.mesh.ranks for layout in layouts.values())))) or (0,)
+    held = [set(layout.mesh.ranks) for layout in layouts.values()]
+    # A sub-mesh does not know what the ranks outside it hold, so ranks that all meshes have are shown.
+    common = set.intersection(*held) if held and plan is None else set()
+    ranks = tuple(sorted(common or everybody.union(*held))) or (0,)
     rows = []
     for name, x in tensors.items():
         if name in layouts:

@@ -36,6 +36,7 @@ from shardwise.plan.module_search import (
     Search,
     Tried,
     batch_rows,
+    check_call,
     collecting_new_objects,
     reasons_of,
     step_of,
@@ -367,7 +368,8 @@ def plan_module(
 
     Raises:
         TooLargeError: nothing fits; the text says how much is missing.
-        PlanError: inputs without a tensor, a mesh of other axes, or pinned placements that no plan has.
+        PlanError: inputs without a tensor, or that the function does not take, a mesh of other axes, or pinned placements
+            that no plan has.
     """
     return _planned(Origin(Search(module, topology, inputs, forward), mesh, dict(pinned or {}), head_room))
 
@@ -385,6 +387,7 @@ class Origin(NamedTuple):
 def _planned(origin: Origin) -> ModulePlan:
     check_head_room(origin.head_room)
     search, mesh, topology, module = origin.search, origin.mesh, origin.search.topology, origin.search.module
+    check_call(module, search.inputs, search.forward)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     paths = [path for path, _ in module.named_modules()]
     matched, problems = module_sharding.resolve(origin.pinned, names, "parameter", paths)

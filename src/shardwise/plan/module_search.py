@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from math import inf
 from typing import Any, NamedTuple
 
@@ -112,6 +113,26 @@ def step_of(inputs: Inputs, forward: Forward | None, data_ranks: int = 1) -> Cal
         return run(**given) if isinstance(given, Mapping) else run(*given)
 
     return step
+
+
+def check_call(module: nn.Module, inputs: Inputs, forward: Forward | None) -> None:
+    """Raise a PlanError if the module or `forward` does not take the inputs."""
+    called = module.forward if forward is None else partial(forward, module)
+    positional, named = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    try:
+        signature(called).bind(*positional, **named)
+    except TypeError as error:
+        if forward is None:
+            raise PlanError(
+                f"plan_module: {type(module).__name__}.forward does not take the inputs: {error}. "
+                f"Fix: inputs that it takes, or forward=, a function from the module and the inputs to the loss."
+            ) from error
+        raise PlanError(
+            f"plan_module: {getattr(forward, '__name__', 'forward')} does not take the module and the inputs: {error}. "
+            f"Fix: a function from the module and {len(inputs)} inputs to the loss."
+        ) from error
+    except ValueError:  # a function in C has no signature
+        pass
 
 
 def batch_rows(inputs: Inputs) -> int:
