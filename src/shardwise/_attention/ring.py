@@ -113,7 +113,9 @@ class _RingAttention(TensorFunction):
     def forward(ctx: _Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         queries, shape = as_accumulator(query), _batch_shape(query, key, value)
         top = queries.new_full((*shape, query.shape[-2], 1), -inf)
-        sums = queries.new_zeros(*shape, query.shape[-2], value.shape[-1] + 1)  # of weights x values, of weights
+        sums = queries.new_zeros(
+            *shape, query.shape[-2], value.shape[-1] + 1
+        )  # sums of weights x values, and of weights
         for step, keys, values in _blocks(ring, ring.exchange, query, key, value):
             values_and_ones = F.pad(values, (0, 1), value=1.0)
             for rows, columns, scores in _scores(ring, step, queries, keys, prod(shape)):

@@ -142,7 +142,7 @@ class CollectiveCall:
 class DescribedCall(TypedDict):
     """A call and its call site, for the failure store."""
 
-    call: dict[str, Any]  # of a `CollectiveCall`
+    call: dict[str, Any]  # the fields of a `CollectiveCall`
     where: str
 
 

@@ -213,7 +213,7 @@ def _has(store: Store, keys: Sequence[str], timeout_seconds: float) -> bool:
     """Whether the store gets all keys in time."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_seconds))
-    except RuntimeError:  # of a file store, that is all
+    except RuntimeError:  # a file store raises nothing more exact
         return False
     return True
 
@@ -235,7 +235,7 @@ def wait_until_all_are_connected(store: Store, rank: int, world_size: int, timeo
             raise _did_not_join(_report(missing or range(world_size), world_size, timeout_seconds, NOT_CONNECTED))
 
     meet("connected", True)
-    meet("found_all", rank == 0)  # which may have the server that the others still ask
+    meet("found_all", rank == 0)  # rank 0 may run the server that the others still ask
 
 
 def begin_again() -> None:

@@ -46,7 +46,7 @@ def as_mesh(mesh: Mesh | DeviceMesh) -> Mesh:
         return _checked(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"A Mesh is wanted, or torch's DeviceMesh; got {shown(mesh)}. Fix: such as Mesh((4,)).")
-    if is_simulated():  # which have no process groups
+    if is_simulated():  # simulated ranks have no process groups
         return _checked(_value_of(mesh))
     if dist.is_initialized():
         TORCH_TRANSPORT.attach()

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
-_METHODS: dict[str, str] = {  # of a process group
+_METHODS: dict[str, str] = {  # methods of a process group
     "all_reduce": "allreduce",
     "all_gather": "all_gather_single",
     "reduce_scatter": "reduce_scatter_single",
@@ -72,7 +72,7 @@ _METHODS: dict[str, str] = {  # of a process group
 _SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.float16, torch.uint8, torch.int8)
 _OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
-JOIN_SECONDS = 60.0  # that ranks of a group may have between their first calls
+JOIN_SECONDS = 60.0  # ranks of a group may make their first calls so many seconds apart
 
 
 def _no_world() -> None:
@@ -103,7 +103,7 @@ class TorchTransport:
         self._everyone: Ranks = ()
         self._memory: SharedMemory | None = None
         self._stored: StoredNotes | None = None
-        self._num_notes = 0  # of this rank, when it last compared those of all groups
+        self._num_notes = 0  # notes of this rank when it last compared those of all groups
         self._hooks: ExitHooks | None = None
 
     def attach(self) -> None:

@@ -24,14 +24,14 @@ from shardwise._collectives.collective_call import Collective, PendingCollective
 from shardwise._collectives.failures.monitor import FailureMonitor
 from shardwise._collectives.failures.reports import WaitAbortedError, explain, is_invalid_call, is_of_transport
 
-SLICE_SECONDS = 0.5  # of waiting, between checks whether another rank has failed
+SLICE_SECONDS = 0.5  # seconds of waiting between checks for a failed rank
 SHORT_SLICE_SECONDS = 0.1  # the same, when one has
-LEAST_SECONDS = 0.002  # of a wait, as torch takes zero for no limit
+LEAST_SECONDS = 0.002  # the shortest wait, as torch takes zero for no limit
 Word = c_uint8 | c_uint16 | c_uint32 | c_uint64
 
 # As a 32- or 16-bit float each word is a NaN that arithmetic does not produce; as an integer it is beyond any index.
 _WORD = bytes([*os.urandom(2), 0xA0 | os.urandom(1)[0] & 0x0F, 0x7F])
-_WORDS: dict[int, type[Word]] = {8: c_uint64, 4: c_uint32, 2: c_uint16, 1: c_uint8}  # by bytes
+_WORDS: dict[int, type[Word]] = {8: c_uint64, 4: c_uint32, 2: c_uint16, 1: c_uint8}  # integer types by size in bytes
 # By bytes; the last is neither False nor True.
 _MARKS = {8: _WORD * 2, 4: _WORD, 2: _WORD[2:], 1: b"\xa5"}
 

@@ -32,8 +32,8 @@ class ThreadGuard:
         self.ident = 0
         self._ledger = ledger
         self.failed = ""
-        self._lock = threading.Lock()  # of several threads that take over, one does
-        self._clock = self._native = 0  # of the processor time of the thread, and its number in the system
+        self._lock = threading.Lock()  # of several threads that could take over, one does
+        self._clock = self._native = 0  # the clock of the thread's processor time, and its native id
 
     def take_over(self) -> None:
         """Make the collectives of the rank from this thread on.

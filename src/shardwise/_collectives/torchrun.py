@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from shardwise._trace.user_stack import call_site
 from shardwise.errors import MeshError
 
-KEPT_KEY = "shardwise/is_kept"  # of the store that torchrun keeps when it restarts ranks
+KEPT_KEY = "shardwise/is_kept"  # set in the store that torchrun keeps when it restarts ranks
 
 
 def check_joined() -> None:

@@ -30,7 +30,7 @@ CANNOT_COMMUNICATE = (
     "A process that a rank started, such as a worker of a DataLoader, cannot communicate for the rank. "
     "Fix: use plain tensors there, and distribute them in the process of the rank."
 )
-LENGTH_BYTES, FIRST_BYTES = 8, 248  # of a JSON value: its length, and what is sent with it
+LENGTH_BYTES, FIRST_BYTES = 8, 248  # a JSON value: bytes of its length, and bytes that are sent with the length
 _KEY = "shardwise: rank and world size of the parent"
 
 
@@ -103,7 +103,7 @@ class _OfStartingThread:
         self._rank_and_size = rank_and_size
 
     def __reduce__(self) -> tuple[type, tuple[RankAndSize | tuple[()]]]:
-        return tuple, (self._rank_and_size() or (),)  # of plain numbers: a process that needs no shardwise imports none
+        return tuple, (self._rank_and_size() or (),)  # plain numbers, so unpickling imports no shardwise
 
 
 def share_rank(rank_and_size: Callable[[], RankAndSize | None]) -> None:

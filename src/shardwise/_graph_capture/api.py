@@ -58,7 +58,9 @@ class Captured:
             raise _too_many_kinds(self.limit, key, other)
         call = CapturedCall(self.backend, guards)
         result = call.trace(self.function, leaves, spec)
-        calls[:] = [x for x in calls if x.graphs is not None or x.reads != call.reads]  # not if no backward ran
+        calls[:] = [
+            x for x in calls if x.graphs is not None or x.reads != call.reads
+        ]  # the last call of these reads had no backward
         calls.append(call)
         return result
 

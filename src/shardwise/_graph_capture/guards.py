@@ -77,7 +77,7 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _facts = attrgetter("requires_grad", "dtype", "shape")
 _layout = attrgetter("_layout", "_layout")  # twice: of one name it gives no tuple
 _cell_contents = vars(CellType)["cell_contents"].__get__
-_data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # of the local tensor that a DTensor is
+_data_ptr: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # reads the local tensor that a DTensor is
 
 
 # ---- the call -------------------------------------------------------------------------------------------------------
@@ -246,13 +246,13 @@ class Guards:
 
     def _note(self, frame: FrameType, event: str, called: object) -> None:
         tracer, code = capture_hooks.current.tracer, frame.f_code
-        if tracer is None or tracer.paused:  # not kernels that custom ops call, nor a compiler
+        if tracer is None or tracer.paused:  # kernels that custom ops call, and compilers, are not checked
             return
         if code.co_name == "_find_and_load":  # an import runs its code once
             self._imports += {"call": 1, "return": -1}.get(event, 0)
         if self._imports:
             return
-        if event == "return" and isinstance(called, ModuleType):  # as importlib.import_module does
+        if event == "return" and isinstance(called, ModuleType):  # importlib.import_module returns one
             self._visit(called, called.__name__)
         if event == "c_call" and isinstance(read := getattr(called, "__self__", None), Tensor):
             tracer.check_method(str(getattr(called, "__name__", "")), read)
@@ -261,7 +261,7 @@ class Guards:
             if not in_library:
                 raise _seeding(called)
             if frame.f_globals is vars(torch.random) and frame.f_back and not _is_of_library(frame.f_back):
-                raise _seeding(code)  # as torch.initial_seed
+                raise _seeding(code)  # torch.initial_seed and the like
         if event == "call" and code not in self._ran:
             self._ran.add(code)
             for function in self._functions.get(code, ()):

@@ -60,7 +60,7 @@ class CapturedCall:
         inner = [_detached(x) if isinstance(x, Tensor) else x for x in leaves]
         inputs = [x for x in inner if isinstance(x, Tensor)]
         self.num_arguments = len(arguments)
-        torch.clear_autocast_cache()  # of casts made before
+        torch.clear_autocast_cache()  # it may hold casts that were made before
         jagged = () if spec is None else jagged_leaves(spec)
         with tracer.tracing():
             for i, x in enumerate(inner):

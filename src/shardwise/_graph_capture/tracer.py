@@ -168,7 +168,7 @@ class Tracer:
         self._constants: set[fx.Node] = set()  # same value at every replay
         self._mutated: set[int] = set()  # storages that may have been overwritten with non-constant values
         self._written: set[int] = set()  # storages that were overwritten
-        self._unrepeatable: set[fx.Node] = set()  # not computable before all else of a replay
+        self._unrepeatable: set[fx.Node] = set()  # nodes that cannot be computed before the rest of a replay
         self._compared: set[fx.Node] = set()  # replays compare their values
         self._varying: set[fx.Node] = set()  # inputs whose first size differs from replay to replay
         self.paused = False

@@ -189,7 +189,7 @@ def kind_of(annotation: Any) -> Kind | None:
     try:
         if annotation in KINDS:
             return KINDS[annotation]
-    except TypeError:  # not hashable
+    except TypeError:  # the value cannot be hashed
         return None
     origin, parameters = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -197,7 +197,7 @@ def kind_of(annotation: Any) -> Kind | None:
     if isinstance(annotation, TypeVar):
         return kind_of(annotation.__bound__) if annotation.__bound__ is not None else None
     if origin in (Union, types.UnionType):
-        if type(None) in parameters:  # of an alias that `describe` knows, and None
+        if type(None) in parameters:  # an alias that `describe` knows, or None
             others = reduce(or_, [p for p in parameters if p is not type(None)])
             return _any_of([kind_of(others), KINDS[None]])
         return _any_of([kind_of(p) for p in parameters])

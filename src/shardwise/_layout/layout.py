@@ -66,15 +66,15 @@ class Layout:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     shard_order: tuple[int, ...]
-    strides: tuple[int, ...] | None  # of the global tensor; None: row-major
+    strides: tuple[int, ...] | None  # strides of the global tensor; None: row-major
     kind: tuple[object, ...]  # the layout without sizes: mesh, placements, number of dims, order
     partial_axes: tuple[int, ...]  # along which ranks hold partial values
     owner: Owner | None  # the rank of a world whose tensors have this object; it is not part of the value
-    key: LayoutKey  # of this object in caches
+    key: LayoutKey  # identifies this object in caches
     _value: "Layout | None"  # the equal layout without an owner, if this one has one
     _hash: int
     _dims: tuple[DimShards, ...] | None  # None: not computed yet
-    _boxes: dict[int, tuple[Box, ...]]  # by rank, as far as they were computed
+    _boxes: dict[int, tuple[Box, ...]]  # boxes by rank, as far as they were computed
     _dual: "Layout | None"
 
     def __new__(
@@ -374,7 +374,7 @@ class Drawing(Protocol):
     def _repr_html_(self) -> str: ...
 
 
-Renderer = Callable[[Layout, str, int | None], Drawing]  # of a layout, a header, and bytes of an element
+Renderer = Callable[[Layout, str, int | None], Drawing]  # takes a layout, a header and the bytes of an element
 
 
 _draw: Renderer

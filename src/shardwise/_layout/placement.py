@@ -16,7 +16,7 @@ _OTHER_NAMES = {
     "mul": "product",
     "amax": "max",
     "amin": "min",
-}  # of torch's functions
+}  # torch's functions
 
 
 class Placement:

@@ -20,12 +20,12 @@ class Holders:
         self.layout, mesh = layout, layout.mesh
         axes = list(zip(layout.placements, mesh.strides, strict=True))
         boxes = next(((p.boxes, stride) for p, stride in axes if isinstance(p, Boxes)), ((), 0))
-        self.boxes = [(position * boxes[1], row) for position, row in enumerate(boxes[0])]  # of each place
+        self.boxes = [(position * boxes[1], row) for position, row in enumerate(boxes[0])]  # the box of each place
         self.dims: Sequence[DimShards] = () if self.boxes else layout.dims
         on_ranks = sum(p.position * stride for p, stride in axes if isinstance(p, OnRanks))
         replicas = mesh.places([axis for axis, p in enumerate(layout.placements) if p.is_replicate()])
-        self.replicas = [at + on_ranks for at in replicas] if on_ranks else replicas  # of ranks that hold the same
-        self.partials = mesh.places(layout.partial_axes)  # of the partial values of a shard; one without Partial
+        self.replicas = [at + on_ranks for at in replicas] if on_ranks else replicas  # ranks that hold the same
+        self.partials = mesh.places(layout.partial_axes)  # partial values of a shard; one without Partial
         self.reduction = " of ".join({p.reduce_op: None for p in layout.placements if isinstance(p, Partial)})
 
     def ranks(self, *places: Places) -> list[int]:

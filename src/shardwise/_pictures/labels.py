@@ -112,7 +112,7 @@ def holding_text(layout: Layout, rank: int, itemsize: int | None) -> str:
     return held if itemsize is None else f"{held}, {bytes_text(elements * itemsize)}"
 
 
-MAX_GROUPS = 8  # of ranks with equal local shapes; with more, only the largest and the smallest shard are shown
+MAX_GROUPS = 8  # of ranks with equal local shapes; of more groups, the largest and the smallest shard are shown
 MAX_NAMES = 72  # characters of ranks in one line; beyond that their number
 
 

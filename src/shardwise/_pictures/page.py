@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from shardwise._pictures.svg import colour_of, safe
 
 Floats = NDArray[np.float64]
-Text = Callable[[float], str]  # of an amount, with its unit
+Text = Callable[[float], str]  # the text of an amount, with its unit
 
-COLOURS = 7  # of segments; further ones are grey
+COLOURS = 7  # so many segments have a color; further ones are grey
 MOST_BARS = 32
 MOST_NUMBERS = 16  # columns of a heat map whose cells have room for numbers
 WIDTH = 1000  # units that the longest bar is drawn at

@@ -19,7 +19,7 @@ from shardwise._pictures.holders import Holders, Places
 from shardwise._pictures.labels import named_ranks
 
 MOST_NAMED = 1000  # characters of ranks in a label, beyond which it has their number
-CHARACTERS = 4  # of a rank, and what is between it and the next
+CHARACTERS = 4  # characters of a rank's number and of the gap to the next
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Cell:
 
     box: Box  # all dims in a scene, rows and columns in a panel
     holders: Holders
-    places: Callable[[], Sequence[Places]]  # of the shards in it; see `Holders.ranks`
+    places: Callable[[], Sequence[Places]]  # places of its shards; see `Holders.ranks`
     shards: int = 1  # how many cells this summarizes
 
     @cached_property
@@ -82,7 +82,7 @@ class Segments:
     """The segments that a dim is drawn in."""
 
     edges: tuple[int, ...]  # where segments begin, and where the dim ends; 0 and 1 for a dim that the tensor has not
-    summary: int | None = None  # which of them represents several, if any
+    summary: int | None = None  # the index of the one that stands for several, if any
 
     @property
     def lengths(self) -> list[int]:

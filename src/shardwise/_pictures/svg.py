@@ -11,7 +11,7 @@ from shardwise._pictures.labels import count_text, holdings, is_dark, ranks_text
 from shardwise._pictures.scene import Cell, Limit, Panel, panels, to_scale
 from shardwise.errors import printable
 
-LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # of rows, columns and each further dim
+LIMITS = (Limit(64, 64), Limit(64, 64), Limit(8, 8))  # limits of rows, of columns and of each further dim
 SIDE = 320  # units that the longer side of a panel is drawn at, if its segments need no more
 LINE = 18  # units from one line of text to the next
 CHARACTER = 7.3  # units at most that a character of the font needs
@@ -22,8 +22,8 @@ STYLE = (
     "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px;"
     "max-width:100%;height:auto"  # a narrow window shrinks a picture
 )
-GREY = "#d8d8d8"  # of summaries
-DIM = "#666666"  # of numbers on edges
+GREY = "#d8d8d8"  # the color of summaries
+DIM = "#666666"  # the color of numbers on edges
 
 
 def safe(text: str) -> str:

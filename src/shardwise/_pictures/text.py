@@ -17,8 +17,8 @@ SHADE = 60  # more: the bright ones
 
 MAX_ROWS = 16  # segments drawn one below the other
 SHOWN = 5  # segments of rows and of columns, if they do not all fit
-MAX_LINES = 24  # of a panel, unless its segments need more
-MAX_SLICES = 8  # of a dim from the third on; with several such dims fewer of each
+MAX_LINES = 24  # lines of a panel, unless its segments need more
+MAX_SLICES = 8  # slices of a dim from the third on; several such dims get fewer each
 BESIDE = 3  # slices side by side that widths are chosen for
 LABEL_WIDTH = 26  # beyond which the names of ranks go on in the next line
 LABEL_LINES = 3  # beyond which they go below the picture

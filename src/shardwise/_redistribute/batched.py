@@ -23,7 +23,7 @@ from shardwise._redistribute.packing import Shards, join_blocks, packed, split_b
 from shardwise._redistribute.program import shards_of
 
 RANKS_OF_BLOCK = 8  # with fewer, a copy for each block is as much work as one of all parts
-MESSAGE_BYTES = 16 << 20  # of an exchange; a message, what is received and the sum are held at once
+MESSAGE_BYTES = 16 << 20  # an exchange holds the message, the received data and the sum at once
 
 
 @dataclass(frozen=True)

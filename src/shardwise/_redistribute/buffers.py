@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise._trace.capture_hooks import is_capturing
 
 MIN_BYTES = 1 << 20  # smaller blocks stay with the C library
-MAX_EXCESS = 2  # of a buffer over what is needed
+MAX_EXCESS = 2  # a buffer is lent if it is at most this many times as large as needed
 
 
 class Buffers:
@@ -27,7 +27,7 @@ class Buffers:
 
     def __init__(self, most_free: int = 2) -> None:
         self._most_free = most_free
-        self._free: list[Tensor] = []  # of bytes
+        self._free: list[Tensor] = []  # tensors of bytes
 
     def lend(self, dtype: torch.dtype, device: torch.device) -> "Lent":
         return Lent(self, dtype, device)

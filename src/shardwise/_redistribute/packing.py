@@ -148,7 +148,7 @@ class Copies:
     """A tensor of this shape, and all of it for each rank. What comes from them is added."""
 
     shape: tuple[int, ...]
-    count: int  # of ranks
+    count: int  # the number of ranks
     order: tuple[int, ...] | None = None  # of the ranks in the mesh, in which all replicas add; None: they rise
 
     @property

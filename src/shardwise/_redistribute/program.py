@@ -21,8 +21,8 @@ from shardwise._redistribute.neighbors import sends as sends_of
 from shardwise._redistribute.packing import Copies, Regions, Shards, as_result, regions_in
 from shardwise._redistribute.steps import CommStep, ReduceStack, Restack, Scale, Step, group_axes
 
-RANK_BYTES = 40  # of memory, of a rank of a group: sizes and positions of shards, counts
-REGION_BYTES = 450  # of memory, of a region that is sent or received
+RANK_BYTES = 40  # memory for each rank of a group: sizes and positions of shards, counts
+REGION_BYTES = 450  # memory for each region that is sent or received
 _NO_DIM = -1
 
 
@@ -102,7 +102,7 @@ def _along_axes(step: CommStep, rank: int) -> Program | None:
         return Program(step, partial(as_result, size=shape), call=call, num_bytes=RANK_BYTES * count)
     joined, split = _dim_of(step.src, axes, Partial), _dim_of(step.dst, axes, Replicate)
     if joined is None or split is None or joined == split != _NO_DIM:
-        return None  # of one dim, neighbors exchange some rows
+        return None  # neighbors exchange some rows of one dim
     sent = Copies(local, count) if split == _NO_DIM else shards_of(step.dst, axes, split, rank, local)
     if joined == _NO_DIM:
         mesh, index = step.src.mesh, dict(zip(ranks, range(count), strict=True))

@@ -22,8 +22,8 @@ from shardwise._trace.autograd_function import TensorFunction
 from shardwise._trace.comm_trace import EXPLICIT, Cause, CommEvent, Purpose
 from shardwise.errors import RuleError
 
-PLAN_BYTES = 8000  # of memory, of a plan
-LAYOUT_BYTES, UNEVEN_BYTES = 2000, 50  # of a layout; for each rank, of one with different shards
+PLAN_BYTES = 8000  # memory of a cached plan
+LAYOUT_BYTES, UNEVEN_BYTES = 2000, 50  # memory of a layout; for each rank more, if shards differ
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, cause: Cause = EXPLICIT) -> Tensor:

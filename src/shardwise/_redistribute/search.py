@@ -23,7 +23,7 @@ from shardwise.errors import LayoutError
 
 State = tuple[int, ...]  # for each axis that moves: how far it is on its way
 MOST_AXES = 3
-GAIN = 0.9  # of the cost of one step, that several may have at most: measured costs vary by a tenth
+GAIN = 0.9  # several steps may cost at most this part of one step: measured costs vary by a tenth
 
 
 def cheapest_sequence(src: Layout, dst: Layout, costs: Costs) -> tuple[CommStep, ...]:
@@ -150,7 +150,7 @@ class _Paths:
     src: Layout
     dst: Layout
     axes: tuple[int, ...]
-    stops: tuple[tuple[Placement, ...], ...]  # of each axis
+    stops: tuple[tuple[Placement, ...], ...]  # the placements at each stop, for each axis
     order: tuple[int, ...]  # in which axes shard a dim
     costs: Costs
     _layouts: dict[State, Layout | None] = field(init=False, repr=False, default_factory=dict)

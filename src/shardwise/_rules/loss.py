@@ -206,7 +206,7 @@ def _class_sharded(
     start, length = box.offsets[classes], box.sizes[classes]
     scores, target, weight = as_accumulator(named["input"]), named["target"], named["weight"]
     smoothing, normalized = named.get("label_smoothing", 0.0), "label_smoothing" in named
-    share = smoothing / max(total, 1)  # of each class
+    share = smoothing / max(total, 1)  # the weight that smoothing gives each class
     top = top_along(scores, (classes,)) if normalized else None
     scores = scores if top is None else scores - finite(top)
     by_class = scores.new_ones(length) if weight is None else weight.to(scores.dtype)

@@ -127,7 +127,7 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
     if input2.shape != (*input1.shape[:-1], weight.shape[2]) or input1.shape[-1] != weight.shape[1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (input1, input2, weight))  # a dim of 1 is not broadcast
         raise RuntimeError(f"bilinear(): the sizes of inputs and weight do not match: {shapes}.")
-    with torch.autocast(input1.device.type, enabled=False):  # which casts the operands of products, not of F.bilinear
+    with torch.autocast(input1.device.type, enabled=False):  # autocast does not cast operands of F.bilinear
         out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias
 

@@ -41,7 +41,7 @@ DISTRIBUTIONS: dict[str, tuple[Callable[..., Tensor], dict[str, float | None]]] 
     "rand_like": (counter_rng.uniform_between, {"from": 0.0, "to": 1.0}),
     "randn_like": (counter_rng.normal_with, {"mean": 0.0, "std": 1.0}),
 }
-OPTIONS = ("dtype", "device", "pin_memory")  # of a new tensor
+OPTIONS = ("dtype", "device", "pin_memory")  # options of a new tensor
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------

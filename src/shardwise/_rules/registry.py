@@ -24,7 +24,7 @@ from shardwise.errors import RuleError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 RowsFunction = Callable[..., list[Row]]
-Shapes = tuple[int, ...] | list[tuple[int, ...]]  # of the result; of all results
+Shapes = tuple[int, ...] | list[tuple[int, ...]]  # the shape of the result, or the shapes of all results
 
 
 def no_rows(*_: object, **__: object) -> list[Row]:

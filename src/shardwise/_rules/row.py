@@ -18,7 +18,7 @@ Handler = Callable[[Op, Args, Kwargs], Any]  # (func, args, kwargs) of a call wi
 LocalFunction = Callable[..., Any]
 IndexMap = Callable[[int], int]
 Ints = int | Sequence[int]  # one number for all dims, or a number for each
-NO_OPERAND = -1  # as `layout_from`: the result is sharded evenly, as by torch.chunk
+NO_OPERAND = -1  # for `layout_from`: the result is sharded evenly, as torch.chunk does
 
 
 class Meta(NamedTuple):
@@ -27,7 +27,7 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement
-    strides: tuple[int, ...] | None = None  # of the global tensor, in elements; None: row-major
+    strides: tuple[int, ...] | None = None  # strides of the global tensor, in elements; None: row-major
 
     @property
     def ndim(self) -> int:

@@ -65,7 +65,7 @@ class Window(NamedTuple):
         return max((self.run.span - 1) // self.run.scale + 1, 1)
 
 
-Windows = tuple[Window, ...]  # of the last dims
+Windows = tuple[Window, ...]  # one window for each of the last dims
 T = TypeVar("T", int, float, int | None)
 
 
@@ -239,7 +239,7 @@ class Convolution:
     transposed: bool
     output_padding: tuple[int, ...]
     groups: int
-    channels: tuple[int, int]  # of the input and of the output
+    channels: tuple[int, int]  # channels of the input and of the output
     windows: Windows
 
     @property

@@ -56,7 +56,7 @@ def to_local(x: DTensor, grad_placements: Placements | None) -> Tensor:
     with DisableTorchFunctionSubclass():
         grad_layout = None if grad_placements is None else layout.replace(grad_placements)
         if not (x.requires_grad and torch.is_grad_enabled()):
-            return x.detach()  # not a view, whose base would be the DTensor
+            return x.detach()  # the base of a view would be the DTensor
         return ToPlain.apply(plain(x), layout, grad_layout or layout.reduced())
 
 
@@ -76,7 +76,7 @@ def mesh_for(x: Tensor, device_mesh: Mesh | DeviceMesh | None) -> Mesh:
     return default_mesh("cpu" if x.is_meta else x.device.type)
 
 
-_of_wrapper: dict[str, Callable[[Any], Tensor]] = {}  # by the module of the wrapper's class
+_of_wrapper: dict[str, Callable[[Any], Tensor]] = {}  # functions by the module of the wrapper's class
 
 
 def register_wrapper(module: str, convert: Callable[[Any], Tensor]) -> None:
@@ -94,8 +94,10 @@ class _Passed(NamedTuple):
     global_shape: list[int] | None
     device: str
     requires_grad: bool
-    order: list[int]  # of the dims in memory; empty if it is row-major
-    bounds: list[list[int]] | None  # of the shards of a LocalShardsWrapper: empty if it has none; None: a plain tensor
+    order: list[int]  # the order of dims in memory; empty if it is row-major
+    bounds: (
+        list[list[int]] | None
+    )  # bounds of the shards of a LocalShardsWrapper, empty if it has none; None: a plain tensor
 
 
 def from_local(

@@ -87,9 +87,9 @@ class DTensor(torch.Tensor):
 
     _layout: Layout = PendingLayout()  # type: ignore[assignment]
     _reduced_grad: "DTensor | None" = None  # the all-reduced part of a leaf's gradient
-    _pending_gradients: Any = None  # of a leaf: gradients in its bucketed all-reduce
-    _bucket_plan: Any = None  # of a leaf: the plan of its last bucketed all-reduce
-    _leaf_number: int = 0  # of a leaf with bucketed gradients: creation order on the ranks of its mesh; 0: none
+    _pending_gradients: Any = None  # for a leaf: gradients in its bucketed all-reduce
+    _bucket_plan: Any = None  # for a leaf: the plan of its last bucketed all-reduce
+    _leaf_number: int = 0  # for a leaf with bucketed gradients: creation order on the ranks of its mesh; 0: none
     _name: str | None = None  # a parameter's name in errors
     _spec: Any = None  # the sharding spec that it was made by
     _tiling: Tiling | None = None  # of a local tensor that is made of several shards

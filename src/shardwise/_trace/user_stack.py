@@ -58,7 +58,9 @@ class CallSite:
 MAX_DEPTH = 64  # frames between a collective and the user's code
 _is_user_file: dict[str, bool] = {}
 MAX_CALL_SITES = 1 << 14
-_call_sites: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}  # by id of the code, which is kept, and instruction
+_call_sites: dict[
+    tuple[int, int], tuple[CallSite, CodeType]
+] = {}  # keys: the id of a code object, which is kept, and the instruction
 
 
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

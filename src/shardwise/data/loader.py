@@ -24,7 +24,15 @@ from shardwise.embedding.jagged import JaggedFeatures, KeyedJaggedTensor
 from shardwise.errors import ArgumentError, MeshError, RemoteRankError, summary
 
 TENSOR_AXIS = "tp"
-AS_THEY_ARE = (str, bytes, int, float, complex, type(None), np.generic)  # of this rank's samples
+AS_THEY_ARE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    np.generic,
+)  # values of this rank's samples that are collated as they are
 FIX = "make the same loader on all ranks, and pad samples to one length in collate_fn."
 
 

@@ -256,7 +256,7 @@ _NAMES: dict[str, Any] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "broadcast": "broadcast",
-}  # as ours
+}  # torch's ops of the same collectives
 
 
 @cache

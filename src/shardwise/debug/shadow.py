@@ -38,7 +38,9 @@ class Shadow:
         self.compared: dict[str, int] = {}  # how often, by op
         self.skipped: dict[str, int] = {}  # calls that cannot be compared: random, unfilled or sparse ones
         self._every, self._ops, self._tolerance = every, ops, tolerance
-        self._calls: Counter[tuple[Any, tuple[int, ...]]] = Counter()  # by op, and by the ranks that call it together
+        self._calls: Counter[tuple[Any, tuple[int, ...]]] = (
+            Counter()
+        )  # calls by op and by the ranks that make it together
         self._comparing = False
 
     def __call__(self, proceed: Proceed, func: Func, args: Args, kwargs: Kwargs) -> object:

@@ -246,7 +246,7 @@ def rows_by_feature(features: Features, rows: Sequence[Tensor], lengths: Sequenc
     }
 
 
-# ---- captured graphs: a lookup is one custom op, whose Python code runs at every replay with new ids -----------
+# ---- captured graphs: a lookup is one opaque call, whose Python code runs at every replay with new ids -----------
 
 
 def look_up(lookup: Callable[..., Tensor], features: JaggedFeatures, *tables: Tensor) -> Tensor:

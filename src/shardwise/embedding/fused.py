@@ -12,7 +12,7 @@ from shardwise._tensor import DTensor
 from shardwise.embedding.optimizers import RowOptimizer
 from shardwise.errors import ConfigError, PlanError
 
-StatesOf = Callable[[str], dict[str, DTensor]]  # of the table whose parameter has this name
+StatesOf = Callable[[str], dict[str, DTensor]]  # the states of the table whose parameter has this name
 
 
 class FusedOptimizer(torch.optim.Optimizer):

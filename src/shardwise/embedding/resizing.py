@@ -26,7 +26,7 @@ from shardwise.embedding.plan import Plan, Table, make_plan
 from shardwise.embedding.tables import fill, new_rows
 from shardwise.errors import PlanError
 
-MOST_BYTES = 1 << 24  # that a rank sends, or receives, at a time
+MOST_BYTES = 1 << 24  # the most bytes that a rank sends, or receives, at a time
 NO_ROWS = Box((0, 0), (0, 0))
 CAUSE = Cause("internal", "resize_ of an embedding collection")
 
@@ -136,7 +136,7 @@ def resized_stacks(
 
 
 def _states(stacks: Sequence[Stack], name: str) -> list[Tensor]:
-    nothing = torch.zeros(0, 0)  # of stacks of other groups
+    nothing = torch.zeros(0, 0)  # stacks of other groups have no such state
     return [stack.states.get(name, nothing) for stack in stacks]
 
 

@@ -111,7 +111,9 @@ class _Sharded(Collection):
             else self._new_engine(stacks, self._add_to_grad, dtypes, [table.weight for table in tables])
         )
         self.fused_optimizer = self._fused_optimizer(distinct) if distinct else None
-        self._dtypes = [getattr(torch, plan.tables[t].dtype) for t in plan.table_of]  # of the table of each feature
+        self._dtypes = [
+            getattr(torch, plan.tables[t].dtype) for t in plan.table_of
+        ]  # the dtype of the table of each feature
         self.offered: BatchLookup | None = None
 
     def _compare_arguments(self, optimizers: Optimizers | None, dtypes: MessageDtypes) -> None:
@@ -260,7 +262,7 @@ class _Sharded(Collection):
         if lookup.error is not None:
             raise lookup.error
         flat = Results.apply(trigger, self._engine, lookup.index, lookup.requests)
-        for one in lookup.following:  # not earlier: on some backends, results would wait for it
+        for one in lookup.following:  # if started earlier, results would wait for it on some backends
             one.start()
         return lookup, flat
 
@@ -367,7 +369,9 @@ class _Sharded(Collection):
         """Update the rows that were looked up."""
         assert self.fused_optimizer is not None
         if self._collected is not None:
-            self._collected.append([RunGradients(one.runs, one.values.clone()) for one in gradients])  # of a buffer
+            self._collected.append(
+                [RunGradients(one.runs, one.values.clone()) for one in gradients]
+            )  # values are in a buffer that is used again
             return
         optimizers = self.fused_optimizer.begin_step()
         for group, (one, _) in enumerate(optimizers):

@@ -208,7 +208,9 @@ class BoundaryRedistribution:
     def _target(self, layout: Layout) -> tuple[Layout, bool]:
         """The layout that a DTensor is redistributed to, and whether every rank keeps its local shard."""
         if layout.mesh != self.mesh:
-            is_beside = set(layout.mesh.ranks) & set(self.mesh.ranks) == {collectives.rank()}  # such as dp and tp
+            is_beside = set(layout.mesh.ranks) & set(self.mesh.ranks) == {
+                collectives.rank()
+            }  # dp beside tp, for example
             raise LayoutError(
                 f"{self.what} is a DTensor on {layout.mesh}, but the module was parallelised on {self.mesh}. "
                 f"Fix: {_BESIDE if is_beside else 'make it on that mesh, or redistribute(mesh, placements) it before'}."

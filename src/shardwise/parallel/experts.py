@@ -116,7 +116,7 @@ def _mixed(chosen: Tensor, w1: Tensor, w2: Tensor, tokens: Tensor, weights: Tens
     x, factors = tokens[rows], weights[rows, columns].to(tokens.dtype)
     if len(rows):
         made = compute(chosen[rows, columns], w1, w2, x, factors)
-    else:  # such a rank stays in the graph: its backward runs the collectives of all ranks
+    else:  # a rank without tokens stays in the graph, as its backward takes part in collectives
         made = (x + (w1.sum() + w2.sum())) * factors.unsqueeze(1)
     return torch.zeros_like(tokens).index_add(0, rows, made)
 

@@ -220,7 +220,9 @@ def _layouts(module: nn.Module, style: ParallelStyle, context: ModuleContext) ->
     if any(other.parameters(module, context) for other in getattr(module, APPLIED, ())):
         raise PlanError("it was parallelised before. Fix: one plan that names it once.")
     named = module_sharding.named_parameters(module)
-    absent = {name for name, parameter in module._parameters.items() if parameter is None}  # such as a bias
+    absent = {
+        name for name, parameter in module._parameters.items() if parameter is None
+    }  # a missing bias, for example
     if unknown := [name for name in placements if name not in named and name not in absent]:
         raise PlanError(
             f"{type(style).__name__} shards {', '.join(unknown)}, the parameters are {', '.join(named)}. "

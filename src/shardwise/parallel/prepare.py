@@ -129,7 +129,7 @@ def _fits_tensor(layouts: object, context: ModuleContext) -> bool:
     """Whether these may be the placements of one tensor."""
     if layouts is None or placement_of(layouts) is not None:
         return True
-    if isinstance(layouts, Mapping):  # by axis name, or by key of an argument that is a dict
+    if isinstance(layouts, Mapping):  # keys are axis names, or keys of an argument that is a dict
         return set(layouts) <= set(context.mesh.names or ()) and _all_placements(layouts.values())
     return isinstance(layouts, Sequence) and len(layouts) == context.mesh.ndim and _all_placements(layouts)
 

@@ -312,7 +312,7 @@ def _names(reason: Reason) -> str:
 def _change(reason: Reason) -> str:
     if reason.next_best is None:
         return ""
-    more = round(reason.more_seconds * 1e3, 3) + 0.0  # not -0
+    more = round(reason.more_seconds * 1e3, 3) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return f"{more:+.3f} ms, {more_bytes_text(reason.more_bytes)} a rank"
 
 
@@ -368,7 +368,7 @@ def plan_module(
 
     Raises:
         TooLargeError: nothing fits; the text says how much is missing.
-        PlanError: inputs without a tensor, or that the function does not take, a mesh of other axes, or pinned placements
+        PlanError: inputs without a tensor, or that `forward` does not take, a mesh of other axes, or pinned placements
             that no plan has.
     """
     return _planned(Origin(Search(module, topology, inputs, forward), mesh, dict(pinned or {}), head_room))

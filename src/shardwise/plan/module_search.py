@@ -30,7 +30,7 @@ from shardwise.simulation.topology import Topology
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]
-CLOSE = 1.05  # so many times the best costs decide nothing: simulated steps differ from costs by as much
+CLOSE = 1.05  # plans within this factor of the best costs are simulated: costs differ from simulated steps by as much
 ROUNDS = 23  # steps of raising and lowering the price of a byte
 DEAREST = 1e-6  # seconds: at this price of a byte choices take the least memory
 

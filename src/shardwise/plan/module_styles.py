@@ -167,7 +167,7 @@ class _Styles:
                     outside = source.of_parameters and source.kind != PARAMETER and source.module != path
                     if outside and have != wanted:
                         arguments.setdefault(_argument(module, node.name if enters else "0"), wanted)
-            if node.is_output and not leave:  # of several calls the first that differs
+            if node.is_output and not leave:  # of several calls, the first that differs decides
                 (value,) = node.operands
                 have, wanted = self.chosen[value.node].outputs[value.result], self.chosen[number].outputs[0]
                 if have != wanted:
@@ -176,7 +176,7 @@ class _Styles:
                     ))  # fmt: skip
         if arguments:
             enter.append(PrepareModuleInput(
-                input_kwarg_layouts=dict.fromkeys(arguments, REPLICATE),  # of plain tensors
+                input_kwarg_layouts=dict.fromkeys(arguments, REPLICATE),  # plain tensors are replicated
                 desired_input_kwarg_layouts=arguments,
             ))  # fmt: skip
         return enter + leave

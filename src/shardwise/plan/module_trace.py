@@ -122,8 +122,8 @@ class _Tracer:
         self.nodes: list[Node] = []
         self.names: dict[str, list[str]] = {}
         self.returned: Value | None = None  # the module's result
-        self._known: dict[int, Value] = {}  # by the id of a tensor
-        self._kept: list[object] = []  # so that no id is used twice
+        self._known: dict[int, Value] = {}  # values by the id of their tensor
+        self._kept: list[object] = []  # tensors that stay alive, so no id is used twice
         self._paths = {id(part): path for path, part in model.named_modules()}
         self._stack = [""]
         first: dict[int, str] = {}

@@ -263,8 +263,12 @@ class TableCosts:
             Form.ROWS: received + sent,
         }[form]
         moved = 4 * (received + output + 2 * sent) + 2 * id_bytes + INDEX_BYTES * indexed / unit
-        index = np.zeros(len(elements)) if form is Form.BAGS else received + sent + output  # of this step
-        if isinstance(self.config, EmbeddingBagConfig):  # of all bags, computed once, if a batch numbers their runs
+        index = (
+            np.zeros(len(elements)) if form is Form.BAGS else received + sent + output
+        )  # bytes of the index of this step
+        if isinstance(
+            self.config, EmbeddingBagConfig
+        ):  # the index of all bags is computed once, if a batch numbers their runs
             index = index + numbered * ((answers + 2 * gradients) * of_bags + output) + output
         found = np.zeros((len(elements), 1 + len(PHASES)))
         found[:, 0] = 4 * (2 * output + sent) + 8 * index / unit + id_bytes  # 2: with its gradient

@@ -26,7 +26,7 @@ from shardwise.plan.table_options import SHARDINGS, Division, choices_of_form, d
 from shardwise.plan.table_request import Request
 
 SECOND = 1e-3  # the weight of time beside an objective that comes first
-WORTH = 0.99  # of the best plan: other forms of messages are tried if they may be below it
+WORTH = 0.99  # other forms of messages are tried if their bound is below this part of the best plan
 TIE = 1e-4  # of the largest number of any option: sums up to it are not above 0, so that a tie is in one case only
 
 

@@ -34,7 +34,7 @@ from shardwise._trace.user_stack import CallSite, call_sites, format_call_sites
 
 KEPT = 64  # calls of a group, by each rank
 MAX_TEMPLATES = 4096
-MOST_ELEMENTS = 1 << 40  # of one message
+MOST_ELEMENTS = 1 << 40  # elements of one message
 # Positions in a record. `ALL` is a digest of the next three. The receive counts follow the others.
 NUMBER, ALL, CALL, PURPOSE, SITE, NUM_COUNTS, SEND_COUNTS = range(7)
 
@@ -54,7 +54,7 @@ class CallLog:
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks = ranks
-        self.position = ranks.index(rank) if rank in ranks else -1  # which the transport refuses
+        self.position = ranks.index(rank) if rank in ranks else -1  # the transport refuses a rank outside
         self._calls: list[tuple[_Template, Sequence[int], Sequence[int]] | None] = [None] * KEPT
         self._templates: dict[tuple[object, ...], _Template] = {}
         self.records = [array("q", (0,) * SEND_COUNTS)] * KEPT
@@ -113,7 +113,7 @@ class CallLog:
         """The difference of a peer's call from this rank's call of that number; None if they agree."""
         number = theirs[NUMBER]
         mine = self.record(number)
-        if mine[NUMBER] != number:  # not made yet, or no longer kept
+        if mine[NUMBER] != number:  # the call was not made yet, or is no longer kept
             return None
         why = OTHER_CALL if mine[CALL] != theirs[CALL] else ""
         if not why and mine[PURPOSE] != theirs[PURPOSE] and mine[PURPOSE] and theirs[PURPOSE]:

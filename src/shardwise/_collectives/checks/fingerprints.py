@@ -38,7 +38,7 @@ def switch_fingerprints(ledger: Ledger, on: bool) -> None:
     """Start or stop comparing complete calls before this rank's collectives."""
     if on and ledger.fingerprints is None:
         ledger.fingerprints = ExitStack()
-        listening = comm_trace.listening_with(comm_trace.Listener())  # so that events have a cause
+        listening = comm_trace.listening_with(comm_trace.Listener())  # with a listener, events have a cause
         ledger.fingerprints.enter_context(listening)
     elif not on and ledger.fingerprints is not None:
         ledger.fingerprints.close()

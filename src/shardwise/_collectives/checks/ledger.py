@@ -29,7 +29,7 @@ from shardwise._trace.user_stack import call_sites
 
 T = TypeVar("T")
 
-KEPT_NOTES = 1024  # of a rank: a state dict notes each of its tensors
+KEPT_NOTES = 1024  # notes of a rank: a state dict notes each of its tensors
 SAMPLE_EVERY = 64
 
 
@@ -57,9 +57,9 @@ class Ledger:
         self.notes: dict[int, Note] = {}
         self.num_notes = 0
         self.different: DifferentValues | None = None
-        self._unmatched: dict[int, dict[int, Contents]] = {}  # of notes by key, by rank
-        self._counts: dict[tuple[object, ...], int] = {}  # of calls, by call site and what it is
-        self._recent: dict[Ranks, tuple[int, dict[int, int]]] = {}  # those since a collective of the ranks, by key
+        self._unmatched: dict[int, dict[int, Contents]] = {}  # contents of notes, by key and rank
+        self._counts: dict[tuple[object, ...], int] = {}  # how many calls, by call site and kind
+        self._recent: dict[Ranks, tuple[int, dict[int, int]]] = {}  # notes since a collective of the ranks, by key
 
     def log(self, ranks: Ranks) -> CallLog:
         """The calls of a group."""

@@ -23,11 +23,11 @@ from shardwise._collectives.collective_call import Ranks
 from shardwise._collectives.failures.reports import bounded
 from shardwise._collectives.failures.store import DifferentCalls, FailureStore, ProcessIdentity
 
-GROUPS = 256  # of a rank; calls of groups beyond these are not compared
+GROUPS = 256  # groups of a rank; calls of further groups are not compared
 NUM_NOTES, NOTES, NOTE = 0, 1, 64  # positions in the file, and the words of a note: its JSON has less than 400 letters
 REGIONS = NOTES + KEPT_NOTES * NOTE
 LATEST, RECORDS = 1, 2  # positions in a region, after its key
-READABLE_NOTES = KEPT_NOTES // 2  # of another rank, which may write over the oldest meanwhile
+READABLE_NOTES = KEPT_NOTES // 2  # notes of another rank, which may overwrite the oldest meanwhile
 SETTLE_SECONDS = 0.001  # after which all words of a record are visible on any processor
 NOTHING: "memoryview[int]" = memoryview(array("q"))
 
@@ -84,7 +84,7 @@ class SharedMemory:
         self._region = RECORDS + KEPT * self._width
         self._regions: dict[CallLog, int] = {}  # where those of this rank begin
         self._peers = {rank: NOTHING}  # the memory of each rank that is known, empty if this process cannot read it
-        self._num_notes: dict[int, int] = {}  # of each rank, that were read
+        self._num_notes: dict[int, int] = {}  # how many notes of each rank were read
         self._views: dict[CallLog, list[_View]] = {}
         self._bytes = 8 * (REGIONS + GROUPS * self._region)
         self.file = MemoryFile()

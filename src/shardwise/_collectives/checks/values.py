@@ -19,12 +19,12 @@ from shardwise._collectives.collective_call import Ranks
 from shardwise._trace.capture_hooks import is_capturing
 from shardwise._trace.user_stack import RUN_BACKWARD, CallSite, call_sites
 
-MAX_ELEMENTS = 1 << 15  # that a digest reads; of a larger tensor it reads a sample
+MAX_ELEMENTS = 1 << 15  # a digest reads so many elements; of a larger tensor it reads a sample
 SAMPLES = 6  # elements that a note has
-SIZES = 5  # of dims; the last is the product of all further ones
+SIZES = 5  # sizes of so many dims; the last is the product of all further ones
 FRAMES = 4
 
-MASK = (1 << 62) - 1  # of digests
+MASK = (1 << 62) - 1  # digests have 62 bits
 _MULTIPLIER = 0x5851F42D4C957F2D
 
 # Relative differences that are taken for rounding; zero for others.

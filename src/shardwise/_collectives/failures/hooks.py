@@ -84,7 +84,7 @@ class ExitHooks:
 
 def report_end() -> None:
     """Report the end of a process that is in a world and has no hooks, because it has not used the world here."""
-    error = getattr(sys, "last_value", None)  # of the exception that ended the program
+    error = getattr(sys, "last_value", None)  # the exception that ended the program
     with_store(lambda store: store.register())
     if error is None:
         report_exit("reached the end of its program")

@@ -122,7 +122,7 @@ def report_failure(error: BaseException) -> None:
     """
 
     def publish(store: FailureStore) -> None:
-        if is_of_transport(error):  # of a collective that is not ours; the rank that broke it may be publishing
+        if is_of_transport(error):  # the rank that broke it may be publishing its error
             poll(lambda: store.root() or _report_on_exits(store, tuple(range(dist.get_world_size()))))
         store.publish_root(report_of(store.rank, error))
 

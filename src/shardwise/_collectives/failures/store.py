@@ -21,7 +21,7 @@ from shardwise._collectives.collective_call import CollectiveCall, PendingCollec
 from shardwise._trace.user_stack import user_call_site
 from shardwise.errors import MismatchError, RemoteRankError, ShardwiseError, summary
 
-MAX_LINES = 6  # of an error's text that are published
+MAX_LINES = 6  # lines of an error's text that are published
 ITS_OUTPUT = "its own output has the traceback; fix that rank first."
 CONNECT_SECONDS = 0.5
 

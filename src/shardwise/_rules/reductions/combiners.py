@@ -55,7 +55,7 @@ _UNSQUEEZED: Callable[[Tensor], Tensor] = partial(torch.unsqueeze, dim=0)
 def moments(x: Tensor, dims: tuple[int, ...], pivot: Tensor | None = None) -> Moments:
     """Moments of x along dims, which are kept; or of x + pivot, if x are small deviations from a pivot."""
     if x.numel() == 0:
-        zeros = x.sum(dims, keepdim=True).double()  # so that all ranks have the same autograd graph
+        zeros = x.sum(dims, keepdim=True).double()  # all ranks need the same autograd graph
         return zeros.detach(), zeros, zeros
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     if pivot is None:  # a mean that is rounded to the digits of large x would change all deviations

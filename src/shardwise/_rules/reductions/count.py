@@ -26,7 +26,7 @@ def _bincount(ctx: LocalContext, /, input: Tensor, weights: Tensor | None = None
     low, high = _range(ctx, input, (0, -1))
     if low < 0 or minlength < 0:
         return torch.bincount(input.new_tensor([low]), None, minlength)  # raises torch's error
-    ids = input if input.numel() else input.new_zeros(1)  # of no element, torch's result ignores the weights' dtype
+    ids = input if input.numel() else input.new_zeros(1)  # without elements, torch ignores the dtype of the weights
     numbers = weights if weights is None or input.numel() else weights.new_zeros(1)
     length = max(int(high) + 1, minlength)
     return torch.bincount(ids, numbers, length)[:length] * min(input.numel(), 1)

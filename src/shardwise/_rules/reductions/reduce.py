@@ -77,7 +77,7 @@ def _local_mean(ctx: LocalContext, x: Tensor, dims: Dims, keepdim: bool, dtype: 
     shape = ctx.layouts[0].shape
     count = prod(shape if dims is None else [shape[d] for d in dims])
     shard, along = nonempty_shard(ctx, x, dims, 0)
-    own: Tensor = shard.mean(along, keepdim=keepdim, dtype=dtype)  # not the sum, which may overflow a short dtype
+    own: Tensor = shard.mean(along, keepdim=keepdim, dtype=dtype)  # a sum could overflow a 16-bit dtype
     return own * (shard_counts(ctx, dims)[group_rank(ctx)] / count) if count else own
 
 

@@ -49,7 +49,7 @@ class ViewMap:
     def local_index(self, own: Box) -> tuple[Any, ...]:
         """The index by which a rank with box `own` gets its local shard of the view."""
         index: list[Any] = [at - own.offsets[d] for d, at in sorted(self.fixed.items())]
-        last = -1  # of the dims so far
+        last = -1  # the last dim that was used so far
         for place, along in enumerate(self.dims):
             last = last if isinstance(along, int) else max(last, along[0])
             item = None if isinstance(along, int) else along[1].local(own.offsets[along[0]], own.sizes[along[0]])

@@ -246,7 +246,7 @@ def _becomes(view: Op) -> Handler:
                 _set_data(x, new)
                 track(x)  # a copy: `detach()` or `.data` may have made other tensors of the memory that it had
             x._layout = out._layout
-            x._spec = x._tiling = None  # of the old shape
+            x._spec = x._tiling = None  # these describe the old shape
         return x
 
     return run
@@ -294,7 +294,9 @@ def coalesce(func: Op, args: Args, kwargs: Kwargs) -> DTensor:
     with DisableTorchFunctionSubclass():
         local = plain(x)
         rows = local._indices()
-        if rows.shape[0] == 1 and bool((rows.diff() > 0).all()):  # as lookups make them; a check is cheaper
+        if rows.shape[0] == 1 and bool(
+            (rows.diff() > 0).all()
+        ):  # lookups make rows in this order; the check is cheaper than a sort
             local._coalesced_(True)
         return tag(func(local), x._layout)
 
@@ -330,7 +332,7 @@ _COMMUNICATES = ("torch.distributed.", "torch._ops._c10d_functional", "torch._op
 @handler(Tensor.apply_, Tensor.map_, Tensor.map2_)
 def refuse(func: Any, args: Args, kwargs: Kwargs) -> NoReturn:
     """Refuse functions that read or change the local storage as if it were the global one."""
-    refuse_compilation()  # which calls `untyped_storage` first
+    refuse_compilation()  # a compiler calls `untyped_storage` first
     refuse_local(f"{name_of(func)}()")
 
 

@@ -22,7 +22,7 @@ from shardwise._tensor.dtensor import DTensor, call
 def _roll(func: Op, args: Args, kwargs: Kwargs) -> object:
     """Roll; without dims, through all elements in row-major order."""
     x, shifts = args[0], args[1] if len(args) > 1 else kwargs["shifts"]
-    return x.reshape(-1).roll(shifts, 0).view(x.shape).clone()  # not a view, which could not be detached in place
+    return x.reshape(-1).roll(shifts, 0).view(x.shape).clone()  # a view could not be detached in place
 
 
 @replacement(torch.rot90, Tensor.rot90)
@@ -41,7 +41,7 @@ def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 @replacement(torch.functional.block_diag)
 def _block_diag(*tensors: Tensor) -> Tensor:
     small = [torch.zeros([min(n, 1) for n in x.shape], dtype=x.dtype) for x in tensors]
-    dtype = torch.block_diag(*small).dtype  # not that of the meta device, where a 0-d tensor counts as any other
+    dtype = torch.block_diag(*small).dtype  # on the meta device a 0-d tensor would count as any other
     blocks = [(x if x.ndim == 2 else x.reshape(1, x.numel())).to(dtype) for x in tensors]
     width, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:

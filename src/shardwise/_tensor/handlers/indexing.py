@@ -38,7 +38,7 @@ class Index(NamedTuple):
     """A parsed index: x[…] is x[items], indexed by tensors along dims of the result."""
 
     items: tuple[Any, ...]  # for `basic_index`
-    tensors: dict[int, Any]  # by the dim of x[items] at which they begin
+    tensors: dict[int, Any]  # index tensors by the dim of x[items] at which they begin
 
     @property
     def is_basic(self) -> bool:

@@ -34,7 +34,12 @@ ONE_BY_ONE: dict[str, Callable[..., Tensor]] = {
     "_foreach_max": torch.max,
 }
 ORDINARY = {"_foreach_maximum_": "clamp_min_", "_foreach_minimum_": "clamp_max_"}  # torch's names for the same in place
-KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "non_blocking": "non_blocking"}  # of ordinary ops
+KEYWORDS = {
+    "alpha": "alpha",
+    "value": "value",
+    "scalars": "value",
+    "non_blocking": "non_blocking",
+}  # keywords of the ordinary ops
 _PARTIAL = Cause("operand", "_foreach_norm", "a Partial tensor", "a norm needs reduced values")
 
 

@@ -29,7 +29,7 @@ SENT = (torch.float32, torch.bfloat16, torch.float16)
 FIRST_CAPACITY = 1024  # integers of a message of ids, before lengths are known
 SPARE = 4  # the capacity for later messages is longer than a message by a part of so many
 MOST_FREE = 8  # buffers that are kept for the next messages
-MOST_BATCH_SIZES = 64  # of which the index is kept
+MOST_BATCH_SIZES = 64  # the indexes of so many batch sizes are kept
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Engine:
         wait = self._exchange("results").start(message, self._sizes(runs), counts, lambda n: found[:n])
         self._pool_own(requests, own, found[arriving:])  # while the message is on its way
         received = wait()
-        if arriving and received.data_ptr() != found.data_ptr():  # not every transport takes memory
+        if arriving and received.data_ptr() != found.data_ptr():  # some transports do not receive into given memory
             found = torch.cat([received, found[arriving:]])
         output = index.combine(found.float())
         made.give_back()

@@ -96,7 +96,7 @@ class BatchIndex:
     routes: Routes
     feature_of_bag: Tensor
     base_of_bag: Tensor
-    cell_shift: Tensor  # of each interval: from a bag to its cell
+    cell_shift: Tensor  # for each interval, what is added to a bag to get its cell
     num_cells: int
     cell_bounds: Tensor  # the first cell of each position
     runs_of_request: Tensor
@@ -104,11 +104,11 @@ class BatchIndex:
     ends: Tensor  # the same
     num_units: int  # of the output
     bag_of_unit: Tensor  # of the output
-    first_unit: Tensor  # of the output, of each bag
-    stride: Tensor  # of each feature: units of the output from a bag to the next
+    first_unit: Tensor  # the first unit of the output, of each bag
+    stride: Tensor  # for each feature, units of the output from a bag to the next
     first_interval: Tensor  # of each bag
-    interval_size: Tensor | None  # of each bag; None: look them up
-    most_requests: Tensor  # of each bag: that an id of it is part of
+    interval_size: Tensor | None  # for each bag; None: look them up
+    most_requests: Tensor  # for each bag, the requests that one of its ids is part of
     for_kernels: RunIndex | None  # None: intervals of several sizes, or ids of 64 bits
 
     @cached_property
@@ -351,7 +351,9 @@ def _row_uses(
     *ends, num_sent, of_rows, of_ids = torch.cat([routes.ends(counts), totals]).tolist()
     rows = found.values[_ranges(bounds[routes.interval], counts, ends[-1])]
     starts, stride = row_starts[bounds[routes.interval]] + routes.column, routes.dims[routes.feature]
-    _, held = unit_targets(counts, routes.widths, starts, stride, num_sent)  # by each unit of message 3
+    _, held = unit_targets(
+        counts, routes.widths, starts, stride, num_sent
+    )  # the unit of the output that each unit of message 3 holds
 
     own, ones = torch.zeros(1, dtype=torch.int64, device=device).expand(feature.numel()), torch.ones_like(feature)
     _, wanted = unit_targets(ones, of_id, row_starts[found.inverse], own, of_ids)

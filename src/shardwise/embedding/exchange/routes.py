@@ -171,7 +171,7 @@ def _requests(plan: Plan, rank: int, base: Ints) -> tuple[list[Ints], list[Ints]
         first, stop = blocks.row[held], blocks.row[held] + blocks.rows[held]
         ends = np.unique(np.concatenate((first, stop)))
         low, high = np.searchsorted(ends, first), np.searchsorted(ends, stop)
-        index = np.repeat(np.arange(len(held)), high - low)  # of the block of each request
+        index = np.repeat(np.arange(len(held)), high - low)  # the index of the block of each request
         inside = np.arange(len(index)) - np.repeat((high - low).cumsum() - (high - low), high - low)
         of, axes = held[index], list(plan.tables[table].replicated)
         replies = (coordinates[:, axes] == own[axes]).all(1)[blocks.position[of]]

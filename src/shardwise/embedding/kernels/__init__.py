@@ -18,7 +18,9 @@ def fastest_kernels(device: torch.device) -> Kernels:
 
     Compiled loops use one thread. With more, those of torch are taken, which use all.
     """
-    is_watched = torch._C._len_torch_dispatch_stack() > 0  # by a mode that has to see ops, such as that of `simulate`
+    is_watched = (
+        torch._C._len_torch_dispatch_stack() > 0
+    )  # a dispatch mode has to see the ops, such as the one of `simulate`
     if device.type != "cpu" or torch.get_num_threads() > 1 or is_watched:
         return Kernels()
     if importlib.util.find_spec("numba") is not None:

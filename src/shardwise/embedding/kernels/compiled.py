@@ -35,8 +35,8 @@ from shardwise.embedding.kernels.plain import (
 )
 
 AHEAD = 12  # rows between the one that is used and the one that is prefetched
-LINE_BYTES = 64  # of a cache line
-MOST_LINES = 8  # of a row that are prefetched: the hardware finds the others
+LINE_BYTES = 64  # bytes of a cache line
+MOST_LINES = 8  # cache lines of a row that are prefetched; the hardware finds the others
 BITS = 11  # sorted by at once: the counts of all values stay in the innermost cache
 MASK = (1 << BITS) - 1
 MANY = 1 << 18  # ids that are sorted by high bits first, as they exceed the caches

@@ -23,7 +23,7 @@ from shardwise._lookups.ids import sort_ids
 Ints = NDArray[np.int64]
 Allocate = Callable[[int], Tensor]  # a 1-D tensor of so many elements
 
-CHUNK_BYTES = 1 << 20  # of sums made at once: they stay in the cache until they are used, and cost no page faults
+CHUNK_BYTES = 1 << 20  # bytes of sums made at once: they stay in the cache until they are used, and cost no page faults
 MOST_AT_ONCE = 64  # gradients of a row that a thread block of a GPU adds up one after the other
 LEVELS = 4  # of parts; those of the last are longer, if a row has more than MOST_AT_ONCE**LEVELS gradients
 LARGEST_INT32 = (1 << 31) - 1

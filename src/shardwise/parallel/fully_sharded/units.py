@@ -114,7 +114,9 @@ class FullParameters:
         self._finish: list[Finish] = []  # while gathering
         self._resharded: list[tuple[Batched, list[Tensor]]] = []  # shards of each message among fewer ranks
         self._shown: list[Tensor] = []  # what modules have instead of stored parameters
-        self._hidden: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []  # by `_shown`
+        self._hidden: list[
+            tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+        ] = []  # parameters that `_shown` hides
 
     def become(self, state: State) -> None:
         """Change the state.
@@ -440,7 +442,7 @@ class Unit:
         self.name = type(module).__name__  # a root finds the paths of those inside it
         self.reshard_after_forward = options.reshard_after_forward
         self.requires_gradient_sync = True
-        self.data_ranks = frozenset(options.mesh.ranks)  # of all units of the model in whose forward it ran
+        self.data_ranks = frozenset(options.mesh.ranks)  # the ranks of all units of the model in whose forward it ran
         self.order: list[Unit] = []  # units of the last forward with this one as root
         self.is_running = False  # its forward
         self.shown: FullParameters | None = None  # parameters of a running forward or backward
