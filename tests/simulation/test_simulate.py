@@ -460,6 +460,22 @@ def test_dropout_takes_the_time_of_its_ops_and_computes_nothing(shape: tuple[int
     assert seconds(with_values=False) == pytest.approx(seconds(with_values=True), rel=0.1)
 
 
+def test_a_lookup_of_many_ids_takes_the_time_of_its_rows_and_its_states_are_those_of_an_optimizer() -> None:
+    ids = torch.arange(1 << 20)  # messages of more than 4 Mi bytes
+
+    def build(rows: int, mesh: Mesh) -> Step:
+        table = EmbeddingBagConfig(rows, 4, "t", feature_names=["t"])
+        collection = EmbeddingBagCollection([table], device="meta")
+        sharded = shard_embeddings(collection, {"t": Shard(1)}, mesh, Adam(lr=0.1))
+        batch = KeyedJaggedTensor(["t"], ids, lengths=torch.full((1 << 10,), 1 << 10))
+        return lambda: sharded(batch).values().sum().backward()
+
+    small, large = (simulate(partial(build, rows), mesh=Mesh((2,)), topology=CPUS) for rows in (1 << 20, 1 << 27))
+    assert large.seconds == small.seconds
+    assert large.classes[0].memory["parameters"] == (1 << 27) * 2 * 4
+    assert large.classes[0].memory["optimizer states"] == 2 * (1 << 27) * 2 * 4
+
+
 # ---- shapes ---------------------------------------------------------------------------------------------------------
 
 MESH = Mesh((2, 2), names=("dp", "tp"))

@@ -27,22 +27,25 @@ class Buffers:
 
     def __init__(self, most_free: int = 2) -> None:
         self._most_free = most_free
-        self._free: list[Tensor] = []  # tensors of bytes
+        self._free: list[Tensor] = []
 
     def lend(self, dtype: torch.dtype, device: torch.device) -> "Lent":
         return Lent(self, dtype, device)
 
-    def take(self, num_bytes: int) -> Tensor:
-        """The smallest buffer that fits, or a new one."""
-        fitting = [x for x in self._free if num_bytes <= x.numel() <= MAX_EXCESS * num_bytes]
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The smallest buffer of this dtype that fits, or a new one.
+
+        A simulated rank has values of integers and none of floats, so their messages do not share a buffer.
+        """
+        fitting = [x for x in self._free if x.dtype == dtype and numel <= x.numel() <= MAX_EXCESS * numel]
         if not fitting:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(numel, dtype=dtype)
         found = min(fitting, key=Tensor.numel)
         self._free = [x for x in self._free if x is not found]
         return found
 
     def add(self, buffer: Tensor) -> None:
-        self._free = sorted([*self._free, buffer], key=Tensor.numel)[-self._most_free :]
+        self._free = sorted([*self._free, buffer], key=lambda x: x.nbytes)[-self._most_free :]
 
     def clear(self) -> None:
         """Free the memory."""
@@ -58,12 +61,12 @@ class Lent:
 
     def empty(self, numel: int) -> Tensor:
         """A 1-D tensor, used until `give_back`."""
-        num_bytes = numel * self._dtype.itemsize
-        if num_bytes < MIN_BYTES or self._device.type != "cpu" or is_capturing():  # a graph would keep the memory
+        is_small = numel * self._dtype.itemsize < MIN_BYTES
+        if is_small or self._device.type != "cpu" or is_capturing():  # a graph would keep the memory
             return torch.empty(numel, dtype=self._dtype, device=self._device)
-        buffer = self._buffers.take(num_bytes)
+        buffer = self._buffers.take(numel, self._dtype)
         self._taken.append(buffer)
-        return buffer[:num_bytes].view(self._dtype)
+        return buffer[:numel]
 
     def give_back(self) -> None:
         """Nothing refers to what was lent any more."""

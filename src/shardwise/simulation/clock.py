@@ -116,10 +116,10 @@ class _TimedMemory(Memory):
         named = kwargs or {}
         out = super().__torch_dispatch__(func, types, args, named)
         if self.topology is not None and out is not NotImplemented and not func.is_view and func not in _FREE:
-            tensors: dict[int, Any] = {id(x): x for x in tensors_in([*args, *named.values(), out])}
-            if func._overloadpacket in _GATHERS:  # it reads as much of its first operand as it returns
-                tensors[id(args[0])] = out
-            touched = sum(x.numel() * x.element_size() for x in tensors.values())
+            of_tensor: dict[int, int] = {id(x): x.nbytes for x in tensors_in([*args, *named.values(), out])}
+            if (elements := _INDEXED.get(func._overloadpacket)) is not None:
+                of_tensor[id(args[0])] = elements(args, out) * args[0].element_size()
+            touched = sum(of_tensor.values())
             count = _FLOPS.get(func._overloadpacket)
             flops = count(*args, **named, out_val=out) if count else 0
             self.seconds += max(flops / self.topology.flops, touched / self.topology.memory_bandwidth)
@@ -131,7 +131,13 @@ _FREE = {
     aten.detach.default, aten._unsafe_view.default,
 }  # fmt: skip
 
-_GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+_INDEXED: Mapping[Any, Callable[[Args, Any], int]] = {  # elements of the first operand that an op reads or writes
+    **dict.fromkeys((aten.embedding, aten.gather, aten.index, aten.index_select), lambda _, out: out.numel()),
+    **dict.fromkeys((aten.index_add_, aten.index_copy_, aten.scatter_add_), lambda args, _: args[3].numel()),
+    **dict.fromkeys(
+        (aten._embedding_bag, aten._embedding_bag_forward_only), lambda args, _: args[1].numel() * args[0].shape[1]
+    ),
+}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:

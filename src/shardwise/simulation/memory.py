@@ -277,6 +277,8 @@ class Roles:
         parameters = [p for module in modules for p in module._parameters.values() if p is not None]
         self._note(PARAMETERS, parameters)
         self._note(BUFFERS, [x for module in modules for x in module._buffers.values()])
+        fused = [x for module in modules if (x := getattr(module, "fused_optimizer", None)) is not None]
+        self._optimizers.update({id(optimizer): optimizer for optimizer in fused})
         for optimizer in self._optimizers.values():
             self._note(PARAMETERS, _parameters_of(optimizer))
         self._note_gradients(parameters)
@@ -355,7 +357,8 @@ def _traits(func: OpOverload) -> Traits:
 def no_values(what: str) -> ShardwiseError:
     return ShardwiseError(
         f"A simulation has no values, but {what}. Fix: leave out of the step what reads values, such as logging, a "
-        f"GradScaler or a line search (L-BFGS: another optimizer); or pass what depends on them as a plain number."
+        f"GradScaler or a line search (L-BFGS: another optimizer); or pass what depends on them as a plain number; or "
+        f"look up fewer ids: tensors of more than {LARGE >> 20} Mi integers have no values."
     )
 
 
