@@ -46,8 +46,8 @@ def test_of_sub_meshes_the_ranks_that_all_have_are_shown() -> None:
     def body() -> tuple[tuple[int, ...], int, int]:
         mesh = Mesh((2, 2), names=("dp", "tp"))
         module = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
-        module[0] = shard_module(module[0], {"weight": Shard(0)}, mesh["tp"])
-        module[1] = shard_module(module[1], {"weight": Shard(1)}, mesh["dp"])
+        module[0] = shard_module(module[0], {"weight": Shard(0)}, mesh=mesh["tp"])
+        module[1] = shard_module(module[1], {"weight": Shard(1)}, mesh=mesh["dp"])
         table = sharding_table(module)
         held = sum(p.to_local().nbytes for p in module.parameters() if isinstance(p, DTensor))
         return table.ranks, sum(one.rank_bytes[0] for one in table.placed), held

@@ -327,7 +327,7 @@ def test_less_memory_takes_a_plan_that_fits_or_says_how_much_is_missing() -> Non
 
 def test_inputs_that_the_module_or_the_function_does_not_take_are_refused() -> None:
     batch = (torch.zeros(4, 4),)
-    with pytest.raises(PlanError, match=r"Perceptron.forward does not take the inputs: .*'y'.* Fix: inputs that it"):
+    with pytest.raises(PlanError, match=r"Perceptron.forward does not take the inputs: .*'x'.* Fix: inputs that it"):
         plan_module(Perceptron(4, 4), SLOW, {"y": batch[0]})
 
     def loss(model: nn.Module) -> None: ...

@@ -82,7 +82,7 @@ class Segments:
     """The segments that a dim is drawn in."""
 
     edges: tuple[int, ...]  # where segments begin, and where the dim ends; 0 and 1 for a dim that the tensor has not
-    summary: int | None = None  # the index of the one that stands for several, if any
+    summary: int | None = None  # the index of the one that represents several, if any
 
     @property
     def lengths(self) -> list[int]:
