@@ -49,8 +49,8 @@ def on_page_content(html: str, **_: object) -> str:
     """Wrap long lines of text, such as errors; not those of tables, whose columns would be lost. Search no code."""
 
     def marked(block: re.Match[str]) -> str:
-        long = [line for line in unescape(block[1]).splitlines() if len(line) > LONG]
-        is_text = bool(long) and not any(map(COLUMNS.search, long))
+        lines = unescape(block[1]).splitlines()
+        is_text = any(len(line) > LONG for line in lines) and not any(map(COLUMNS.search, lines))
         return '<div class="highlight wrapped">' if is_text else block[0]
 
     return PLAIN_BLOCK.sub(marked, html).replace(SOURCE, f"{SOURCE} data-search-exclude")
