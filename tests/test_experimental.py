@@ -168,9 +168,9 @@ def test_local_map_says_what_does_not_fit() -> None:
     x = distribute_tensor(FULL, mesh, [S0])
     with pytest.raises(LayoutError, match=r"argument 0 is Layout.*but \[Shard\(1\)\] is required"):
         local_map(torch.neg, [S1], ([S1],))(x)
-    with pytest.raises(LayoutError, match="in_placements speaks of 2 arguments, the call has 1"):
+    with pytest.raises(LayoutError, match="in_placements has 2 entries, expected 1"):
         local_map(torch.neg, [S1], ([S1], [S1]))(x)
-    with pytest.raises(LayoutError, match="gave 1 results, out_placements speak of 2"):
+    with pytest.raises(LayoutError, match="out_placements has 2 entries, expected 1, one for each result"):
         local_map(torch.neg, ([S1], [S0]))(x)
     with pytest.raises(LayoutError, match="a result that is a tensor needs out_placements"):
         local_map(torch.neg)(x)

@@ -101,7 +101,7 @@ class GroupError(ShardwiseError, RuntimeError):
 
 
 class ThreadError(ShardwiseError, RuntimeError):
-    """Two threads of one rank communicate in no order, or a process that a rank started communicates."""
+    """Two threads of one rank communicate in no fixed order, or a process that a rank started communicates."""
 
 
 class RemoteRankError(ShardwiseError, RuntimeError):

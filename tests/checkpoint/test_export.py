@@ -152,7 +152,7 @@ REFUSED: list[tuple[str, Callable[[Path], object]]] = [
     ("'embedding_bags.items.weight': it is on the meta device and has no values", on_meta),
     ("rank 0: No such file or directory", lambda to: items(to / "none")),
     ("rank 0: Is a directory", lambda to: items(to, name=".")),
-    ("it is a sum that is not reduced yet", lambda to: export_table(unreduced(), "x", to / "x")),
+    ("it is Partial", lambda to: export_table(unreduced(), "x", to / "x")),
     ("tensor 'x' has no rows", lambda to: export_table(torch.ones(()), "x", to / "x")),
     ("dtype must be a floating-point dtype of safetensors (float64, ", lambda to: items(to, dtype=torch.int64)),
     (

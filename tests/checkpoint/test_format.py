@@ -122,7 +122,7 @@ HOSTILE = {
     "one key twice": (change("tensors", "scalar", "chunks", 0, "key", to="w[0:3, 0:3]"), "2 chunks have the key"),
     "a reserved key": (change(*CHUNK, "key", to="__metadata__"), "__metadata__ cannot be the key"),
     "a key that is not Unicode": (change(*CHUNK, "key", to="\udc00"), "a key must be valid Unicode"),
-    "a rank that was not there": (change(*CHUNK, "file", to="rank-0002.safetensors"), "is of no rank of the 2"),
+    "a rank that was not there": (change(*CHUNK, "file", to="rank-0002.safetensors"), "belongs to none of the 2 ranks"),
 } | {
     f"the file {file!r}": (change(*CHUNK, "file", to=file), f"{file!r} is not the name of a file of a checkpoint")
     for file in (

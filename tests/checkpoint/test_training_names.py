@@ -228,7 +228,7 @@ def at(*names: str) -> dict[str, tuple[str | int, ...]]:
         (["net.a"], {"opt.param_groups": NAMED}, {}, r"the module has no 'b', which is a parameter of an optimizer"),
         ([], {"opt.param_groups": [{"params": [1, 0]}]}, {"parameters": ["a", "b"]}, r"numbers its parameters 1, 0"),
         (["opt.state.7.m"], {"opt.param_groups": NUMBERED}, {"parameters": ["a", "b"]}, r"'opt.state.7.m' is a stat"),
-        (["opt.state.a.m.0"], {"opt.param_groups": NAMED}, {}, r"'opt.state.a.m.0' is a state of no parameter"),
+        (["opt.state.a.m.0"], {"opt.param_groups": NAMED}, {}, r"'opt.state.a.m.0' is a state, but its param"),
         (["net.a", "model.a"], {}, {"model": "net"}, r"'net.a' and 'model.a' would both be called 'model.a'"),
     ],
 )  # fmt: skip

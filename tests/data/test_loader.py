@@ -115,7 +115,7 @@ def test_an_iteration_goes_on_where_the_last_one_stopped() -> None:
     older = iter(loader)
     next(older)
     next(iter(loader))
-    with pytest.raises(ArgumentError, match="another iteration began"):
+    with pytest.raises(ArgumentError, match="another one began"):
         next(older)
 
 

@@ -59,7 +59,7 @@ def test_tables_that_cannot_be_looked_up_are_refused() -> None:
     widths = Boxes([[((0, 0), (4, 1)), ((0, 1), (4, 3))], []])
     for placements, mesh, why in (
         ([Shard(0), Shard(0)], two, "different meshes"),
-        ([Partial()], one, "a pending sum has no rows"),
+        ([Partial()], one, "a table cannot be Partial"),
         ([widths], one, "rank 0 holds boxes of several widths"),
     ):
         with pytest.raises(PlanError, match=why):

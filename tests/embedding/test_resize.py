@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     cases: list[tuple[dict[str, int], Plans | None, type[Exception], str]] = [
         ({"t0": 9}, None, PlanError, r"t0 is \[Shard\(0, .* which fits 7 rows; the new table has 9\. Fix: plan="),
         ({"t0": 9}, {"t0": Shard(0, (5, 2))}, LayoutError, "9"),
-        ({"t0": 9}, {"t0": Shard(0), "t1": Shard(0)}, PlanError, "plan has 't1', which is not resized"),
+        ({"t0": 9}, {"t0": Shard(0), "t1": Shard(0)}, PlanError, "plan has 't1', but sizes does not"),
         ({"x": 9}, None, ConfigError, r"no table 'x' to resize; the tables are t0, t1, t2"),
         ({"t1": 0}, None, ConfigError, "Table 't1': 0 rows"),
         ({"t0": 1}, {"t0": Shard(0)}, ConfigError, "padding_idx 1 is not in 0 to 0"),

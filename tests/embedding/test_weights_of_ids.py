@@ -191,7 +191,9 @@ def test_what_does_not_fit_is_refused() -> None:
         PositionWeightedModuleCollection({"f0": 0})
     processor = PositionWeightedModuleCollection({"f": 2})
     features = KeyedJaggedTensor(["f"], torch.arange(5), lengths=torch.tensor([1, 3, 1]))
-    with pytest.raises(JaggedError, match=r"Feature f: sample 1 has 3 ids, but weights are of the first 2 positions"):
+    with pytest.raises(
+        JaggedError, match=r"Feature f: sample 1 has 3 ids, but only the first 2 positions have weights"
+    ):
         processor(features)
     weights = processor(KeyedJaggedTensor(["a", "f"], torch.arange(4), lengths=torch.tensor([1, 0, 2, 1]))).weights()
     assert weights.tolist() == [1.0] * 4
@@ -211,4 +213,4 @@ def too_long() -> str:
 def test_a_bag_that_is_too_long_is_an_error_on_all_ranks() -> None:
     one, other = world(2).run(too_long)
     assert one.startswith("RemoteRankError: Rank 1 could not take its batch")
-    assert other.startswith("JaggedError: Feature f0: sample 0 has 6 ids, but weights are of the first 5 positions")
+    assert other.startswith("JaggedError: Feature f0: sample 0 has 6 ids, but only the first 5 positions have weights")

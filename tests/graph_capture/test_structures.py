@@ -143,5 +143,5 @@ class Config:
     ],
 )
 def test_results_that_a_replay_could_not_make_anew_are_refused(function: Callable[[Tensor], Any], kind: str) -> None:
-    with pytest.raises(CaptureError, match=rf"the function returns a {kind}, of which a replay has no other"):
+    with pytest.raises(CaptureError, match=rf"the function returns a {kind}, which a replay cannot make anew"):
         sw.capture(function)(torch.ones(2))

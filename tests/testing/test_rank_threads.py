@@ -135,7 +135,9 @@ def test_a_thread_that_communicates_beside_its_rank_is_an_error_on_all_ranks() -
                 pass
         x.full_tensor()
 
-    with pytest.raises(ThreadError, match="Two threads of rank 1 communicate in no order") as caught:
+    with pytest.raises(
+        ThreadError, match="Two threads of rank 1 communicate, and neither waits for the other"
+    ) as caught:
         world(2, timeout=PATIENCE_SECONDS).run(step)
     text = str(caught.value)
     assert [str(error) for error in seen] == [text]

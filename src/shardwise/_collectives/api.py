@@ -302,8 +302,8 @@ os.register_at_fork(after_in_child=_forbid_after_fork)
 def _of_another_world(ranks: Ranks, world_size: int) -> MeshError:
     world = f"a world of {world_size} ranks" if world_size > 1 else "no world of several ranks"
     return MeshError(
-        f"A collective of ranks {ranks} was called in {world}. The tensor or mesh is of another world: one that has "
-        "ended, with its function or by destroy_process_group, or that this thread is not part of. "
+        f"A collective of ranks {ranks} was called in {world}. Its tensor or mesh belongs to another world, "
+        "which has ended (with its function, or by destroy_process_group), or which this thread is not part of. "
         "Fix: call it inside that world; use full_tensor() there for values that are needed later."
     )
 

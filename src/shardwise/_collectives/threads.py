@@ -54,11 +54,11 @@ class ThreadGuard:
                     return
             if self._ledger.num_calls != made or _communicates(frame) or time.monotonic() > until:
                 self.fail(
-                    f"Two threads of rank {self._ledger.rank} communicate in no order:"
+                    f"Two threads of rank {self._ledger.rank} communicate, and neither waits for the other:"
                     f"\n  {_name(threading.get_ident())}{format_call_sites(list(frames_of(sys._getframe())))}"
                     f"\n  {_name(self.ident)}{format_call_sites(list(frames_of(frame)))}"
                     f"\n  Ranks would pair their collectives differently. Fix: communicate in one thread, such as "
-                    f"by redistributing after the queue; or let it wait for the other one with join() or result()."
+                    f"by redistributing after the queue; or let one thread wait for the other with join() or result()."
                 )
 
     def check(self) -> None:

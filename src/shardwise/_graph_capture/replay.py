@@ -92,7 +92,7 @@ class CapturedCall:
         if not isinstance(x, Tensor):
             if not isinstance(x, RETURNED):
                 raise refusal(
-                    f"the function returns a {type(x).__name__}, of which a replay has no other",
+                    f"the function returns a {type(x).__name__}, which a replay cannot make anew",
                     "return tensors and numbers, in lists, tuples, dicts or dataclasses",
                 )
             return Output(x)

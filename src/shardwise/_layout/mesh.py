@@ -267,7 +267,10 @@ def entered_mesh() -> Mesh | None:
 
 
 def _unknown() -> int:
-    raise MeshError("No rank asks. Fix: mesh.submesh(names, rank), or import shardwise.")
+    raise MeshError(
+        "mesh[names] and get_local_rank() need the rank of this process, which is unknown before shardwise is "
+        "imported. Fix: import shardwise, or mesh.submesh(names, rank)."
+    )
 
 
 _rank: Callable[[], int] = _unknown

@@ -67,8 +67,9 @@ def _norm_over_meshes(tensors: Sequence[DTensor], norm_type: float) -> DTensor:
     most, least = collectives.all_reduce(torch.stack([total, -total]), "max", largest.sorted_ranks)
     if bool(most + least > most * torch.finfo(total.dtype).eps ** 0.5):
         raise MismatchError(
-            f"The total norm of tensors on several meshes is {-least.item():.6g} on one rank and {most.item():.6g} on "
-            f"another of {largest}. Fix: clip those that only some ranks have on their own."
+            f"The total norm of tensors on several meshes must be the same on all ranks of {largest}. It is "
+            f"{-least.item():.6g} on one rank and {most.item():.6g} on another. "
+            f"Fix: clip tensors that only some ranks have in a call of their own."
         )
     return tag(most, of_numbers(largest))
 

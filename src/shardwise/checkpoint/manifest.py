@@ -298,7 +298,7 @@ def _check_keys(manifest: Manifest) -> None:
     keys = [(chunk.file, chunk.key) for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     for file in {file for file, _ in keys}:
         if rank_of(file) >= manifest.world_size:
-            raise damaged(f"{file} is of no rank of the {manifest.world_size} that saved")
+            raise damaged(f"{file} belongs to none of the {manifest.world_size} ranks that saved")
     if len(set(keys)) < len(keys):
         (((file, key), count),) = Counter(keys).most_common(1)
         raise damaged(f"{file}: {count} chunks have the key {key!r}")

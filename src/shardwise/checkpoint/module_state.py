@@ -36,7 +36,7 @@ def load_filled(module: nn.Module, state: dict[str, Any]) -> None:
     """Load a filled `fillable` state into `module`."""
     if passed_over := module.load_state_dict(state, strict=False).unexpected_keys:
         raise CheckpointError(
-            f"{passed_over[0]!r} is in state_dict() of the module, whose load_state_dict passes over it. "
+            f"{passed_over[0]!r} is in state_dict() of the module, but its load_state_dict ignores it. "
             f"Fix: a _load_from_state_dict or a load hook that takes it, or a state_dict without it"
         )
 

@@ -73,12 +73,12 @@ def _names_in(module: nn.Module, optimizers: Mapping[str, Optimizer]) -> dict[in
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in names:
                     raise CheckpointError(
-                        f"parameter {index} of group {number} of optimizer {name!r} is none of the module's. "
+                        f"parameter {index} of group {number} of optimizer {name!r} is not a parameter of the module. "
                         f"Fix: make the optimizer after the module was sharded, which replaces parameters"
                     )
                 if id(parameter) in seen:
                     raise CheckpointError(
-                        f"parameter {names[id(parameter)]} is of two optimizers. "
+                        f"parameter {names[id(parameter)]} is in two optimizers. "
                         f"Fix: pass each parameter's optimizer once"
                     )
                 seen.add(id(parameter))

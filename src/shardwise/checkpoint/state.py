@@ -154,7 +154,7 @@ def fill(targets: Iterable[LocalBoxes], found: Iterable[LocalBoxes]) -> None:
 def _not_storable(local: Tensor, layout: Layout) -> str | None:
     if layout.partial_axes:
         return (
-            f"it is a sum that is not reduced yet, {list(layout.placements)}. "
+            f"it is Partial, {list(layout.placements)}, and only reduced values can be stored. "
             f"Fix: redistribute it to Replicate() or Shard(...) first"
         )
     if local.layout != torch.strided:

@@ -173,7 +173,10 @@ class BatchLoader:
         epoch, loaded = self._epoch, None
         for start, stop, first, last in self._steps_left():
             if iteration != self._iteration:
-                raise ArgumentError("BatchLoader: another iteration began, or a state was loaded. Fix: one at a time.")
+                raise ArgumentError(
+                    "BatchLoader: this iteration has ended, because another one began or a state was loaded. "
+                    "Fix: run one iteration at a time."
+                )
             placed, out, failure = _Placed(self, stop - start, last - first), None, None
             try:
                 if loaded is None:

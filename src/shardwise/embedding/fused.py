@@ -105,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             got = [len(group["params"]) for group in groups]
             raise ConfigError(
                 f"The state has groups of {got} tables, expected {expected}. "
-                f"Fix: the tables and optimizers that the state was saved of."
+                f"Fix: the tables and optimizers that the state was saved from."
             )
         of_rows = [kind.of_rows for kind, count in zip(self.kinds, expected, strict=True) for _ in range(count)]
         numbers = [number for group in groups for number in group["params"]]

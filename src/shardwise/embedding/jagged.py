@@ -268,14 +268,14 @@ class KeyedJaggedTensor(Bags):
         if strides is None:
             if bags % max(features, 1) or (bags and not features):
                 raise JaggedError(
-                    f"KeyedJaggedTensor: {bags} bags are not as many for each of {features} features. "
+                    f"KeyedJaggedTensor: {bags} bags cannot be divided evenly among {features} features. "
                     f"Fix: a length for each bag of each feature, or stride_per_key."
                 )
             return [bags // features] * features if features else []
         if len(strides) != features or sum(strides) != bags or any(n < 0 for n in strides):
             raise JaggedError(
-                f"KeyedJaggedTensor: stride_per_key {list(strides)} are not the bags of {features} features, "
-                f"whose sum is {bags}. Fix: the number of bags of each feature."
+                f"KeyedJaggedTensor: stride_per_key is {list(strides)}, expected length {features} and sum {bags}. "
+                f"Fix: the number of bags of each feature."
             )
         return list(strides)
 
@@ -383,9 +383,9 @@ class KeyedJaggedTensor(Bags):
         """The features of all tensors, in order."""
         weighted = {kjt.weights_or_none() is not None for kjt in kjt_list}
         if len(weighted) != 1:
-            what = "some have weights and others have none" if weighted else "there is none"
-            fix = "weights=torch.ones(…) for the others" if weighted else "one or more"
-            raise JaggedError(f"concat takes KeyedJaggedTensors alike, but {what}. Fix: {fix}.")
+            what = "some KeyedJaggedTensors have weights and others have none" if weighted else "the list is empty"
+            fix = "weights=torch.ones(…) for the others" if weighted else "one KeyedJaggedTensor or more"
+            raise JaggedError(f"concat: {what}. Fix: {fix}.")
         return KeyedJaggedTensor(
             [key for kjt in kjt_list for key in kjt._keys],
             torch.cat([kjt.values() for kjt in kjt_list]),

@@ -223,8 +223,7 @@ def _check(table: Table, first: Table) -> None:
         )
     if any(isinstance(p, Partial) for p in layout.placements):
         raise PlanError(
-            f"Table {table.name} cannot be {layout.placements}: a pending sum has no rows. "
-            f"Fix: Shard(0) or Replicate()."
+            f"Table {table.name} is {layout.placements}, but a table cannot be Partial. Fix: Shard(0) or Replicate()."
         )
     if table.dtype not in DTYPES:
         raise PlanError(

@@ -60,8 +60,9 @@ class PositionWeightedModuleCollection(nn.Module):
         of_feature, longest = self.position_weights[feature], int(lengths.max()) if lengths.numel() else 0
         if longest > len(of_feature):
             raise JaggedError(
-                f"Feature {feature}: sample {int(lengths.argmax())} has {longest} ids, but weights are of the first "
-                f"{len(of_feature)} positions. Fix: shorten the bag, or a larger number in max_feature_lengths."
+                f"Feature {feature}: sample {int(lengths.argmax())} has {longest} ids, but only the first "
+                f"{len(of_feature)} positions have weights. "
+                f"Fix: shorten the bag, or a larger number in max_feature_lengths."
             )
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         positions = torch.arange(total, device=lengths.device) - starts

@@ -50,7 +50,7 @@ def resized_plan(
     tables = list(old.tables)
     for name in placements:
         if name not in {configs[number].name for number in changed}:
-            raise PlanError(f"The plan has {name!r}, which is not resized. Fix: sizes={{{name!r}: …}}.")
+            raise PlanError(f"The plan has {name!r}, but sizes does not. Fix: sizes={{{name!r}: …}}.")
     for number in changed:
         table = tables[number]
         layout = _layout(table, configs[number], placements.get(table.name))

@@ -188,7 +188,7 @@ def _for_each(name: str, given: PerArgument, unnamed: int, count: int) -> list[P
     found: list[Placements | None] = [None] * count if given is None else list(given)
     if len(found) not in (unnamed, count):
         raise LayoutError(
-            f"local_map: {name} speaks of {len(found)} arguments, the call has {unnamed}. "
+            f"local_map: {name} has {len(found)} entries, expected {unnamed}. "
             f"Fix: one entry for each argument, None for one that is not a tensor or has any placements."
         )
     return found + [None] * (count - len(found))
@@ -221,7 +221,7 @@ def _wanted_outputs(out_placements: Any, count: int) -> list[Placements | None]:
     wanted = [out_placements] if one else list(out_placements)
     if len(wanted) != count:
         raise LayoutError(
-            f"local_map: the function gave {count} results, out_placements speak of {len(wanted)}. "
+            f"local_map: out_placements has {len(wanted)} entries, expected {count}, one for each result. "
             f"Fix: a tuple of the placements of each, None for one that is not a tensor."
         )
     return wanted
@@ -231,7 +231,8 @@ def _output(x: object, placements: Placements | None, mesh: Mesh) -> object:
     if not isinstance(x, Tensor):
         if placements is not None:
             raise LayoutError(
-                f"local_map: out_placements {placements} for a result that is not a tensor: {x!r}. Fix: None for it."
+                f"local_map: out_placements has {placements} for a result that is not a tensor: {x!r}. "
+                f"Fix: None for it."
             )
         return x
     if placements is None:

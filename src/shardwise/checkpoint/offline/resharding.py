@@ -151,7 +151,8 @@ def _check(name: str, layout: Layout, tensor: SourceTensor, world_size: int) -> 
         )
     if layout.partial_axes:
         raise PlanError(
-            f"{name}: {list(layout.placements)} is a sum that is not reduced yet. Fix: Shard or Replicate in its place."
+            f"{name}: {list(layout.placements)} is Partial, and only reduced values can be stored. "
+            f"Fix: Shard or Replicate in its place."
         )
     if max(layout.mesh.ranks) >= world_size:
         raise PlanError(

@@ -260,7 +260,7 @@ def _states(optimizer: str, groups: Groups, names: Sequence[str], there: Iterabl
             found[full] = f"{OPTIMIZER}{owners[owner]}.{key}"
         elif owner.startswith("state."):
             raise CheckpointError(
-                f"{full!r} is a state of no parameter of {optimizer + GROUPS!r}. "
+                f"{full!r} is a state, but its parameter is not in {optimizer + GROUPS!r}. "
                 f"Fix: skip=[{full!r}] (--skip) leaves it out; a state is one tensor or number under its name"
             )
     return found
